@@ -3,17 +3,15 @@
 import argparse
 import os
 import signal
-import socket
 import time
 import uuid
 from contextlib import ExitStack
 from pathlib import Path
 
-import msgspec
-
 from bench import results_file
 from bench.contestants import LAB, one_node, pod_namespace, podwire_on, scratch
 from bench.stats import median_of
+from podwire.cli.client import request
 from podwire.lab import node as nodes
 from podwire.lab.state import changed_state, is_running
 from podwire.lab.topology import NodePlan
@@ -81,11 +79,7 @@ def restart_ms(node: NodePlan) -> float:
 
 
 def _endpoints(node: NodePlan) -> int:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.connect(str(node.directory / "api.sock"))
-        connection.sendall(b"GET /v1/status HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        answer = b"".join(iter(lambda: connection.recv(65536), b""))
-    status = msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])
+    status = request(str(node.directory / "api.sock"), "GET", "/status")
     return int(status["endpoints"]["byState"].get("ready", 0))
 
 
@@ -99,16 +93,15 @@ def resident_mb(pid: int) -> float:
 
 def cpu_percent(pid: int, seconds: float) -> float:
     """Watch a process for so long; gives how much of a CPU it used."""
-    begin, begin_ticks = time.monotonic(), cpu_ticks(pid)
+    begin, begin_cpu_s = time.monotonic(), cpu_s(pid)
     time.sleep(seconds)
-    used_s = (cpu_ticks(pid) - begin_ticks) / os.sysconf("SC_CLK_TCK")
-    return round(100 * used_s / (time.monotonic() - begin), 3)
+    return round(100 * (cpu_s(pid) - begin_cpu_s) / (time.monotonic() - begin), 3)
 
 
-def cpu_ticks(pid: int) -> int:
-    """Give the CPU time that a process has used, in ticks of the kernel."""
+def cpu_s(pid: int) -> float:
+    """Give the CPU time that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

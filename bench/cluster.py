@@ -6,7 +6,6 @@ is one cluster of each; `--add` adds rounds to the results of an earlier run, so
 
 import argparse
 import datetime
-import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +49,7 @@ def main() -> None:
     parser.add_argument("--crowds", type=int, default=1, help="0 to 60 pods and back, in a round")
     parser.add_argument("--add", action="store_true", help="to the results that are there")
     arguments = parser.parse_args()
-    samples: Samples = _read_samples() if arguments.add else {}
+    samples: Samples = results_file.read_samples(RESULT) if arguments.add else {}
     names = arguments.networks.split(",")
     for number in range(arguments.rounds):
         for name in names if number % 2 == 0 else names[::-1]:
@@ -60,11 +59,6 @@ def main() -> None:
             with clusters.raised(NAME, shape, NETWORKS[name]()) as cluster:
                 measure(cluster, name, arguments.crowds, samples)
     results_file.write(RESULT, summarise(samples), samples)
-
-
-def _read_samples() -> Samples:
-    path = results_file.RESULTS / f"{RESULT}.json"
-    return dict(json.loads(path.read_text(encoding="utf-8"))["raw"]) if path.exists() else {}
 
 
 def measure(cluster: Cluster, name: str, crowds: int, samples: Samples) -> None:

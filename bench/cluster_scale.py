@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench import results_file
-from bench.agent import agent_pid, cpu_percent, cpu_ticks, resident_mb
+from bench.agent import agent_pid, cpu_percent, cpu_s, resident_mb
 from bench.contestants import LAB, Contestant, pod_namespace, podwire_on, scratch
 from bench.simulated import identity_objects, make_nodes, write_all
 from bench.stats import median_of, quantile, ratio_of
@@ -160,8 +160,7 @@ def fill(cluster: BareCluster) -> None:
             write_all(store, store.create, [peer.node() for peer in others])
             write_all(store, store.create, [peer.endpoints() for peer in others])
 
-    with netns.open_namespace(netns.named_path(cluster.plan.underlay_namespace)) as there:
-        netns.run_in(there.fileno(), write)
+    netns.run_at(netns.named_path(cluster.plan.underlay_namespace), write)
 
 
 def note_memory(site: Site, when: str) -> None:
@@ -194,7 +193,7 @@ def maps_mb(pid: int) -> float:
 def measure_churn(site: Site, seconds: float) -> None:
     """Replace one pod each second."""
     pid, begin_s = agent_pid(), time.monotonic()
-    ticks, replaced = cpu_ticks(pid), 0
+    begin_cpu_s, replaced = cpu_s(pid), 0
     while (left_s := begin_s + replaced * CHURN_EVERY_S - time.monotonic()) < seconds:
         time.sleep(max(0.0, left_s))
         if time.monotonic() - begin_s >= seconds:
@@ -202,7 +201,7 @@ def measure_churn(site: Site, seconds: float) -> None:
         site.go()
         site.come()
         replaced += 1
-    used_s = (cpu_ticks(pid) - ticks) / os.sysconf("SC_CLK_TCK")
+    used_s = cpu_s(pid) - begin_cpu_s
     took_s = time.monotonic() - begin_s
     site.add("churn, pods replaced each second", [replaced / took_s])
     site.add("churn CPU, %", [100 * used_s / took_s])
@@ -257,13 +256,13 @@ def measure_relist(site: Site) -> None:
     site.cluster.api.compact()
     site.cluster.api.start()
     wait_until_calm(site.cluster)
-    ticks, begin_s = cpu_ticks(pid), time.monotonic()
+    begin_cpu_s, begin_s = cpu_s(pid), time.monotonic()
     offset_s = time.time() - begin_s
     labs.heal(LAB)
     loud = []
     while time.monotonic() < begin_s + RELIST_S:
         loud.append(live(site, pod + uuid.uuid4().hex[8:]))
-    used_s = (cpu_ticks(pid) - ticks) / os.sysconf("SC_CLK_TCK")
+    used_s = cpu_s(pid) - begin_cpu_s
     first_s, last_s, count = find_lists(site.cluster, begin_s + offset_s)
     first_s, last_s = first_s - offset_s, last_s - offset_s + AFTER_LIST_S
     site.add("ADD ms, quiet", quiet)
@@ -308,8 +307,7 @@ def list_everything(kubeconfig: Path, network: str, node: str) -> tuple[float, f
                         list(objects)
             return begin_s, time.monotonic()
 
-    with netns.open_namespace(network) as there:
-        return netns.run_in(there.fileno(), work)
+    return netns.run_at(network, work)
 
 
 def wait_until_calm(cluster: BareCluster) -> None:

@@ -104,7 +104,7 @@ def summarise(
                 "interval": [ratio.low, ratio.high],
             }
     ours, theirs = rates["podwire"], rates["ptp"]
-    ratio = ratio_of(ours, theirs, lambda samples: quantile(samples, 0.5))
+    ratio = ratio_of(ours, theirs)
     print(
         f"{BURST} at once, ADD/s {quantile(ours, 0.5):.0f} against {quantile(theirs, 0.5):.0f}: ratio {ratio}"
     )

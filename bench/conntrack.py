@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench import nf_conntrack, results_file
-from bench.agent import agent_pid, resident_mb
-from bench.contestants import LAB, compile_c, one_node, scratch
+from bench.agent import agent_pid, cpu_s, resident_mb
+from bench.contestants import LAB, compile_c, one_node, open_node_map, scratch
 from bench.exchanges import Town, read_outcome
 from bench.plain_nodes import plain_node
 from bench.stats import Interval
-from podwire.datapath import abi
 from podwire.datapath.conntrack_maps import (
     count_conntrack,
     open_conntrack_shards,
@@ -114,14 +113,7 @@ def _pods(name: str, count: int, node: NodePlan) -> list[Pod]:
 
 @contextmanager
 def _node_maps(node: NodePlan) -> Iterator[NodeMaps]:
-    pins = node.pins / f"v{abi.ABI_VERSION}" / "maps"
-    opened: dict[str, bpf.Map] = {}
-    for name in NodeMaps.names():
-        found = bpf.open_any_pinned_map(str(pins / name))
-        if found is None:
-            raise RuntimeError(f"no map is pinned at {pins / name}")
-        opened[name] = found
-    maps = NodeMaps.from_opened(opened)
+    maps = NodeMaps.from_opened({name: open_node_map(node, name) for name in NodeMaps.names()})
     try:
         yield maps
     finally:
@@ -131,7 +123,11 @@ def _node_maps(node: NodePlan) -> Iterator[NodeMaps]:
 def _measure_podwire(
     questions: Questions, town: Town, node: NodePlan, maps: NodeMaps
 ) -> tuple[Figures, Series]:
-    memory_before, drops_before, agent_before = _map_memory_mb(maps), _drops(maps), _agent_cpu_s()
+    memory_before, drops_before, agent_before = (
+        _map_memory_mb(maps),
+        _drops(maps),
+        cpu_s(agent_pid()),
+    )
     figures, raw = _ask(
         questions,
         town,
@@ -141,7 +137,7 @@ def _measure_podwire(
             "agent, MB": resident_mb(agent_pid()),
         },
     )
-    agent_s = _agent_cpu_s() - agent_before
+    agent_s = cpu_s(agent_pid()) - agent_before
     drops = _drops(maps) - drops_before
     return figures | {
         "packets dropped, by hook and reason": drops,
@@ -293,8 +289,8 @@ def _map_memory_mb(maps: NodeMaps) -> dict[str, float]:
     return {"pw_new_flows": round(new / MB, 1), "pw_conntrack": round(shards / MB, 1)}
 
 
-def _memlock_bytes(one: bpf.Map) -> int:
-    for line in Path(f"/proc/self/fdinfo/{one.fd}").read_text(encoding="ascii").splitlines():
+def _memlock_bytes(counted: bpf.Map) -> int:
+    for line in Path(f"/proc/self/fdinfo/{counted.fd}").read_text(encoding="ascii").splitlines():
         if line.startswith("memlock:"):
             return int(line.split()[1])
     raise RuntimeError("the kernel does not say how much memory a map takes")
@@ -314,12 +310,6 @@ def _shares(ticks: Counter[str]) -> dict[str, float]:
 def _busy_s(ticks: Counter[str]) -> float:
     others = sum(ticks[name] for name in ("idle", "iowait", "steal"))
     return (ticks.total() - others) / os.sysconf("SC_CLK_TCK")
-
-
-def _agent_cpu_s() -> float:
-    path = Path(f"/proc/{agent_pid()}/stat")
-    fields = path.read_text(encoding="ascii").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

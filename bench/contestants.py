@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from podwire.control.documents.apply import apply_documents
-from podwire.kernel import netns
+from podwire.datapath import abi
+from podwire.kernel import bpf, netns
 from podwire.lab import labs
 from podwire.lab.pod import launcher_program, network_config
 from podwire.lab.state import LabState
@@ -93,11 +94,11 @@ def _environment(command: str, container_id: str, pod_namespace: str) -> dict[st
 def one_node(**shape: Any) -> Iterator[LabState]:
     """Give a lab of one node, IPv4 only; on leaving, every namespace whose name begins like the lab's goes as well."""
     wanted = LabShape(nodes=1, families="4", **shape)
-    state = labs.up(LAB, wanted, progress=lambda _line: None)
+    state = labs.up(LAB, wanted, progress=labs.say_nothing)
     try:
         yield state
     finally:
-        labs.down(LAB, progress=lambda _line: None)
+        labs.down(LAB, progress=labs.say_nothing)
 
 
 @contextmanager
@@ -208,6 +209,15 @@ def compile_bpf(name: str, directory: Path) -> bytes:
         source = str(HERE / "bpf" / f"{name}.bpf.c")
         subprocess.run(["clang", *flags, "-c", source, "-o", str(target)], check=True)
     return target.read_bytes()
+
+
+def open_node_map(node: NodePlan, name: str) -> bpf.Map:
+    """Open one of the maps that a node's agent has pinned."""
+    path = f"{node.pins}/v{abi.ABI_VERSION}/maps/{name}"
+    opened = bpf.open_any_pinned_map(path)
+    if opened is None:
+        raise RuntimeError(f"no map is pinned at {path}")
+    return opened
 
 
 def mac_number(mac: str) -> int:

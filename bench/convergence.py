@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from bench import results_file
+from bench.contestants import open_node_map
 from bench.probe import Prober, Race, Steady, reached
 from bench.stats import median_of, quantile
 from podwire.cli.client import request
@@ -25,7 +27,7 @@ from podwire.control.cluster.facts import node_key
 from podwire.control.cluster.publish import LEASE_TTL_S
 from podwire.control.cluster.published import endpoints_key
 from podwire.control.documents.apply import apply_documents
-from podwire.datapath import abi, maps
+from podwire.datapath import maps
 from podwire.kernel import bpf, netns
 from podwire.lab import labs, node
 from podwire.lab.pod import call_launcher, network_config
@@ -101,10 +103,10 @@ def main() -> None:
 def open_cluster(stack: ExitStack, routing: str, kind: str) -> Cluster:
     """Build the lab with its policy and the pods that ask; all of it goes with `stack`."""
     shape = LabShape(nodes=NODES, families="4", routing=routing, store=kind)
-    state = labs.up(LAB, shape, progress=_quiet)
-    stack.callback(labs.down, LAB, progress=_quiet)
-    with netns.open_namespace(netns.named_path(state.plan.underlay_namespace)) as fd:
-        store = netns.run_in(fd.fileno(), lambda: _open_here(state))
+    state = labs.up(LAB, shape, progress=labs.say_nothing)
+    stack.callback(labs.down, LAB, progress=labs.say_nothing)
+    underlay = netns.named_path(state.plan.underlay_namespace)
+    store = netns.run_at(underlay, lambda: open_store(state.plan.store_url))
     stack.enter_context(closing(store))
     askers: list[str] = []
     addresses: list[str] = []
@@ -114,14 +116,6 @@ def open_cluster(stack: ExitStack, routing: str, kind: str) -> Cluster:
         addresses.append(address)
     apply_documents(store, [_policy()])
     return Cluster(state, askers, addresses, store)
-
-
-def _open_here(state: LabState) -> Store:
-    return open_store(state.plan.store_url)
-
-
-def _quiet(_line: str) -> None:
-    pass
 
 
 def _policy() -> dict[str, object]:
@@ -278,12 +272,7 @@ def cut_link(cluster: Cluster, cuts: int) -> list[float]:
 
 
 def _write_in(namespace: str, path: str, text: str) -> None:
-    def write() -> None:
-        with open(path, "w", encoding="ascii") as file:
-            file.write(text)
-
-    with netns.open_namespace(netns.named_path(namespace)) as fd:
-        netns.run_in(fd.fileno(), write)
+    netns.run_at(netns.named_path(namespace), lambda: Path(path).write_text(text, encoding="ascii"))
 
 
 def remove_node(cluster: Cluster, moves: int) -> list[float]:
@@ -292,7 +281,7 @@ def remove_node(cluster: Cluster, moves: int) -> list[float]:
     Its agent does not run then, as it would publish itself again; it is started after each try.
     """
     last = cluster.node(NODES - 1)
-    tables = [_open_ipcache(planned) for planned in cluster.state.plan.nodes[:-1]]
+    tables = [open_node_map(planned, "pw_ipcache") for planned in cluster.state.plan.nodes[:-1]]
     found: list[float] = []
     for _ in range(moves):
         key = maps.to_prefix_key(_range_of(last))
@@ -353,16 +342,8 @@ def _wait_for_warnings(nodes: Sequence[NodePlan], text: str, begin: float) -> li
     return found
 
 
-def _range_of(one: NodePlan) -> IPNetwork:
-    return ipaddress.ip_network(one.pod_cidrs[0])
-
-
-def _open_ipcache(one: NodePlan) -> bpf.Map:
-    path = f"{one.pins}/v{abi.ABI_VERSION}/maps/pw_ipcache"
-    found = bpf.open_any_pinned_map(path)
-    if found is None:
-        raise RuntimeError(f"no map is pinned at {path}")
-    return found
+def _range_of(planned: NodePlan) -> IPNetwork:
+    return ipaddress.ip_network(planned.pod_cidrs[0])
 
 
 def _wait_for_change(

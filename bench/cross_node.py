@@ -17,7 +17,7 @@ from bench import results_file
 from bench.contestants import compile_c, scratch
 from bench.pair import PodPair, run_flow
 from bench.plain_nodes import plain_pair
-from bench.stats import median_of, quantile, ratio_of
+from bench.stats import in_turns, median_of, ratio_of
 from podwire.lab import labs
 from podwire.lab.topology import LabShape
 
@@ -32,7 +32,9 @@ FIGURES: Final = ("Gbit/s", "round trip p50 us", "round trip p90 us", "round tri
 @contextmanager
 def lab_pair(name: str, routing: str) -> Iterator[PodPair]:
     """Give two pods of a lab of two nodes; on leaving the lab goes."""
-    state = labs.up(name, LabShape(nodes=2, families="4", routing=routing), progress=_quiet)
+    state = labs.up(
+        name, LabShape(nodes=2, families="4", routing=routing), progress=labs.say_nothing
+    )
     try:
         client, server = (
             labs.run(name, f"pod{number}", node.name)
@@ -40,11 +42,7 @@ def lab_pair(name: str, routing: str) -> Iterator[PodPair]:
         )
         yield PodPair(client.netns, server.netns, server.addresses[0], _mtu_of(server.netns))
     finally:
-        labs.down(name, progress=_quiet)
-
-
-def _quiet(_line: str) -> None:
-    pass
+        labs.down(name, progress=labs.say_nothing)
 
 
 def _mtu_of(namespace: str) -> int:
@@ -79,11 +77,8 @@ def main() -> None:
         tool = compile_c("flow", stack.enter_context(scratch()))
         pairs = {name: stack.enter_context(CONTESTANTS[name]()) for name in names}
         _require_same_mtu(pairs)
-        for number in range(arguments.rounds):
-            turn = number % len(names)
-            for name in [*names[turn:], *names[:turn]]:
-                _measure(tool, name, pairs[name], samples)
-            print(f"round {number + 1} of {arguments.rounds}", flush=True)
+        for name in in_turns(names, arguments.rounds):
+            _measure(tool, name, pairs[name], samples)
     summary = _summarise(samples, [name for name in OURS if name in names])
     if not arguments.dry:
         only = f"_{arguments.only}" if arguments.only else ""
@@ -107,10 +102,6 @@ def _measure(tool: str, name: str, pair: PodPair, samples: dict[str, list[float]
         samples.setdefault(f"{name} {what}", []).append(round(figure, 3))
 
 
-def _median(samples: Sequence[float]) -> float:
-    return quantile(samples, 0.5)
-
-
 def _summarise(samples: Mapping[str, list[float]], ours: Sequence[str]) -> dict[str, object]:
     summary: dict[str, object] = {}
     print(f"\n{'':30}{'podwire':>24}{'plain kernel':>24}   podwire / plain (95 % interval)")
@@ -118,7 +109,7 @@ def _summarise(samples: Mapping[str, list[float]], ours: Sequence[str]) -> dict[
         for what in FIGURES:
             own, others = samples[f"{name} {what}"], samples[f"{OURS[name]} {what}"]
             found, against = median_of(own), median_of(others)
-            ratio = ratio_of(own, others, _median)
+            ratio = ratio_of(own, others)
             print(f"{name + ' ' + what:30}{found!s:>24}{against!s:>24}   {ratio}")
             summary[f"{name} {what}"] = {
                 "podwire": results_file.interval(found),

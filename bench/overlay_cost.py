@@ -12,7 +12,7 @@ guesses.
 
 import argparse
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Final
@@ -23,7 +23,7 @@ from bench.cross_node import ONE_CPU, ROUND_TRIPS, TWO_CPUS, lab_pair
 from bench.pair import PodPair, run_flow
 from bench.past_stack import lab_pair_past_stack
 from bench.plain_nodes import plain_pair, run_in
-from bench.stats import median_of, quantile, ratio_of
+from bench.stats import in_turns, median_of, ratio_of
 from podwire.lab.node import stop_agent
 from podwire.lab.state import read_state
 from podwire.model.ids import NFT_TABLE
@@ -67,11 +67,8 @@ def main() -> None:
     with ExitStack() as stack:
         tool = compile_c("flow", stack.enter_context(scratch()))
         pairs = {name: stack.enter_context(CONTESTANTS[name]()) for name in names}
-        for number in range(arguments.rounds):
-            turn = number % len(names)
-            for name in [*names[turn:], *names[:turn]]:
-                _measure(tool, name, pairs[name], samples)
-            print(f"round {number + 1} of {arguments.rounds}", flush=True)
+        for name in in_turns(names, arguments.rounds):
+            _measure(tool, name, pairs[name], samples)
     results_file.write("overlay_cost", _summarise(samples), samples)
 
 
@@ -90,17 +87,13 @@ def _stream(tool: str, pair: PodPair, cpus: tuple[str, str]) -> float:
     return moved_bytes * 8 / elapsed_ns
 
 
-def _median(samples: Sequence[float]) -> float:
-    return quantile(samples, 0.5)
-
-
 def _summarise(samples: Mapping[str, list[float]]) -> dict[str, object]:
     summary: dict[str, object] = {}
     for what in FIGURES:
         print(f"\n{what:24}{'median':>24}   / plain (95 % interval)")
         for name in CONTESTANTS:
             own, plain = samples[f"{name} {what}"], samples[f"{PLAIN} {what}"]
-            found, ratio = median_of(own), ratio_of(own, plain, _median)
+            found, ratio = median_of(own), ratio_of(own, plain)
             print(f"  {name:22}{found!s:>24}   {ratio}")
             summary[f"{name} {what}"] = {
                 "median": results_file.interval(found),

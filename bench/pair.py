@@ -33,12 +33,13 @@ def run_flow(
     """
     places = [netns.named_path(namespace) for namespace in (pair.server, pair.client)]
     more = [congestion_control] if congestion_control else []
-    done = subprocess.run(
-        ["chrt", "--fifo", "10", tool, what, *places, pair.address, str(amount), *cpus, *more],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ["chrt", "--fifo", "10", tool, what, *places, pair.address, str(amount), *cpus, *more]
+    return read_numbers(words, f"{what} from {pair.client} to {pair.server}")
+
+
+def read_numbers(words: Sequence[str], intent: str) -> list[int]:
+    """Run a command that prints numbers; RuntimeError shows what it said when it failed."""
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{what} from {pair.client} to {pair.server}: {done.stderr}")
+        raise RuntimeError(f"{intent}: {done.stderr}")
     return [int(word) for word in done.stdout.split()]

@@ -67,7 +67,7 @@ def plain_node(name: str, pods: int) -> Iterator[tuple[NodePlan, list[tuple[str,
         yield own, [_add_pod(plan, own, plan.shape.mtu, number) for number in range(pods)]
     finally:
         with suppress(NotFound):
-            labs.down(name, progress=lambda _line: None)
+            labs.down(name, progress=labs.say_nothing)
 
 
 @contextmanager
@@ -81,74 +81,58 @@ def plain_pair(
     try:
         node.create_network(plan)
         mtu = plan.shape.mtu - (TUNNEL_BYTES if tunnel else 0)
-        for number, one in enumerate(plan.nodes):
-            _let_forward(one.namespace)
+        for number, own in enumerate(plan.nodes):
+            _let_forward(own.namespace)
             other = plan.nodes[1 - number]
             if masquerade:
-                _masquerade(plan, one)
-            if flow_based:
-                _join_by_flows(one, other, number, mtu)
-            elif tunnel:
-                _join_by_tunnel(one, other, number, mtu)
+                _masquerade(plan, own)
+            if tunnel:
+                _join_by_tunnel(own, other, number, mtu, flow_based=flow_based)
             else:
                 route = f"{other.pod_cidrs[0]} via {other.addresses[0]} dev {UPLINK}"
-                node.run_ip(one.namespace, [f"route replace {route}"])
+                node.run_ip(own.namespace, [f"route replace {route}"])
         client, server = (_add_pod(plan, planned, mtu) for planned in plan.nodes)
         yield PodPair(client[0], server[0], server[1], mtu)
     finally:
         with suppress(NotFound):
-            labs.down(name, progress=lambda _line: None)
+            labs.down(name, progress=labs.say_nothing)
 
 
 def _let_forward(namespace: str) -> None:
-    with netns.open_namespace(netns.named_path(namespace)) as fd:
-        netns.run_in(fd.fileno(), partial(Path("/proc/sys/net/ipv4/ip_forward").write_text, "1"))
+    write = partial(Path("/proc/sys/net/ipv4/ip_forward").write_text, "1")
+    netns.run_at(netns.named_path(namespace), write)
 
 
-def _join_by_tunnel(own: NodePlan, other: NodePlan, number: int, mtu: int) -> None:
-    """As flannel does it: a route, a neighbour and a forwarding entry for each other node."""
+def _join_by_tunnel(
+    own: NodePlan, other: NodePlan, number: int, mtu: int, *, flow_based: bool
+) -> None:
+    """As flannel does it: a route, a neighbour and a forwarding entry for each other node. `flow_based`: by routes
+    that say the tunnel's end, as the device knows none, like podwire's."""
     away = ipaddress.ip_network(other.pod_cidrs[0])
     here = ipaddress.ip_network(own.pod_cidrs[0])
+    ends, encapsulated = f"id {TUNNEL_ID} local {own.addresses[0]} dev {UPLINK}", ""
+    if flow_based:
+        ends = "external"
+        encapsulated = f" encap ip id {TUNNEL_ID} dst {other.addresses[0]} csum"
     node.run_ip(
         own.namespace,
         [
-            f"link add vxlan1 mtu {mtu} address {_tunnel_mac(number)} type vxlan id {TUNNEL_ID}"
-            f" dstport {TUNNEL_PORT} local {own.addresses[0]} dev {UPLINK} nolearning",
-            f"addr add {here[0]}/32 dev vxlan1",
-            "link set vxlan1 up",
-            f"neigh add {away[0]} lladdr {_tunnel_mac(1 - number)} dev vxlan1 nud permanent",
-            f"route add {away} via {away[0]} dev vxlan1 onlink",
-        ],
-    )
-    _append_forwarding(own, _tunnel_mac(1 - number), other.addresses[0])
-
-
-def _join_by_flows(own: NodePlan, other: NodePlan, number: int, mtu: int) -> None:
-    """By routes that say the tunnel's end: the device knows none, as podwire's."""
-    away = ipaddress.ip_network(other.pod_cidrs[0])
-    here = ipaddress.ip_network(own.pod_cidrs[0])
-    node.run_ip(
-        own.namespace,
-        [
-            f"link add vxlan1 mtu {mtu} address {_tunnel_mac(number)} type vxlan external"
+            f"link add vxlan1 mtu {mtu} address {_tunnel_mac(number)} type vxlan {ends}"
             f" dstport {TUNNEL_PORT} nolearning",
             f"addr add {here[0]}/32 dev vxlan1",
             "link set vxlan1 up",
             f"neigh add {away[0]} lladdr {_tunnel_mac(1 - number)} dev vxlan1 nud permanent",
-            f"route add {away} encap ip id {TUNNEL_ID} dst {other.addresses[0]} csum"
-            f" via {away[0]} dev vxlan1 onlink",
+            f"route add {away}{encapsulated} via {away[0]} dev vxlan1 onlink",
         ],
     )
+    if not flow_based:
+        mac, outer = _tunnel_mac(1 - number), other.addresses[0]
+        run_in(own.namespace, ["bridge", "fdb", "append", mac, "dev", "vxlan1", "dst", outer])
 
 
 def _masquerade(plan: LabPlan, own: NodePlan) -> None:
     rules = _RULES.format(own=own.pod_cidrs[0], inside=plan.cluster_cidrs[0], port=TUNNEL_PORT)
     run_in(own.namespace, ["nft", rules])
-
-
-def _append_forwarding(own: NodePlan, mac: str, outer: str) -> None:
-    words = ["bridge", "fdb", "append", mac, "dev", "vxlan1", "dst", outer]
-    run_in(own.namespace, words)
 
 
 def run_in(namespace: str, words: Sequence[str]) -> None:

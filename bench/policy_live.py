@@ -14,8 +14,7 @@ from contextlib import ExitStack
 
 from bench import results_file
 from bench.agent import agent_pid, resident_mb, restart_ms
-from bench.contestants import one_node_with_store, pod_namespace
-from bench.stats import median_of, quantile
+from bench.contestants import one_node_with_store, open_node_map, pod_namespace
 from podwire.control.documents.apply import apply_documents
 from podwire.control.identity.key import IdentityKey
 from podwire.control.identity.known import make_object
@@ -78,11 +77,7 @@ class Rows:
     """The endpoints' rows in the kernel."""
 
     def __init__(self, node: NodePlan) -> None:
-        path = f"{node.pins}/v{abi.ABI_VERSION}/maps/pw_config"
-        found = bpf.open_any_pinned_map(path)
-        if found is None:
-            raise RuntimeError(f"no map is pinned at {path}")
-        self._map = found
+        self._map = open_node_map(node, "pw_config")
 
     def revisions(self, identity: int) -> dict[bytes, int]:
         """Give the policy revision of each row with this identity."""
@@ -187,21 +182,8 @@ def main() -> None:
         raw["agent, MB"] = [resident_mb(agent_pid())]
         raw["start to answer, ms"] = [restart_ms(node) for _ in range(5)]
         raw["agent after a restart, MB"] = [resident_mb(agent_pid())]
-    report(arguments, raw)
-
-
-def report(arguments: argparse.Namespace, raw: dict[str, list[float]]) -> None:
-    """Print and keep medians, and of changes the 99th percentile too."""
     sizes = {name: getattr(arguments, name) for name in ("pods", "identities", "policies")}
-    print(f"\nwith {sizes}: median (95 % interval), p99")
-    summary: dict[str, object] = dict(sizes)
-    for name, series in raw.items():
-        found = median_of(series)
-        p99 = quantile(series, 0.99)
-        print(f"  {name:28} {found!s:28} {p99:.2f}")
-        summary[name] = results_file.interval(found)
-        summary[f"{name} p99"] = {"value": p99, "low": p99, "high": p99}
-    results_file.write("policy_live", summary, raw)
+    results_file.report("policy_live", sizes, raw)
 
 
 if __name__ == "__main__":

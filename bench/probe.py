@@ -10,8 +10,8 @@ import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from podwire.kernel import netns
@@ -27,11 +27,8 @@ class Prober:
     """A place that asks."""
 
     def __init__(self, namespace: str) -> None:
-        with netns.open_namespace(netns.named_path(namespace)) as fd:
-            self.socket = netns.run_in(
-                fd.fileno(),
-                lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP),
-            )
+        make = partial(socket.socket, socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
+        self.socket = netns.run_at(netns.named_path(namespace), make)
         self.socket.setblocking(False)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         self.identifier = int.from_bytes(os.urandom(2))
@@ -171,10 +168,3 @@ class Steady:
 
     def _read(self) -> None:
         self._got += sum(len(prober.read()) for prober, _ in self._ways)
-
-
-def close_all(probers: Sequence[Prober]) -> None:
-    """Give all sockets back."""
-    for prober in probers:
-        with closing(prober):
-            pass

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.stats import Interval
+from bench.stats import Interval, median_of, quantile
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -34,6 +34,12 @@ def write(name: str, summary: Mapping[str, Any], raw: Mapping[str, Any]) -> Path
     return path
 
 
+def read_samples(name: str) -> dict[str, list[float]]:
+    """Read the samples of an earlier run of a benchmark; none where there was none."""
+    path = RESULTS / f"{name}.json"
+    return dict(json.loads(path.read_text(encoding="utf-8"))["raw"]) if path.exists() else {}
+
+
 def _compact(document: Mapping[str, Any]) -> str:
     """Write JSON with one line for each series of samples: the files are kept, and read as differences."""
     lines = []
@@ -47,6 +53,18 @@ def _compact(document: Mapping[str, Any]) -> str:
             text = json.dumps({key: value}, indent=1)
             lines.append(text.removeprefix("{\n").removesuffix("\n}"))
     return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def report(name: str, sizes: Mapping[str, Any], raw: Mapping[str, list[float]]) -> None:
+    """Print and write the median of each series, and its 99th percentile."""
+    print(f"\nwith {sizes}: median (95 % interval), p99")
+    summary = dict(sizes)
+    for what, series in raw.items():
+        found, p99 = median_of(series), quantile(series, 0.99)
+        print(f"  {what:40} {found!s:28} {p99:.2f}")
+        summary[what] = interval(found)
+        summary[f"{what} p99"] = {"value": p99, "low": p99, "high": p99}
+    write(name, summary, raw)
 
 
 def interval(found: Interval) -> dict[str, float]:

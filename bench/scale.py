@@ -18,7 +18,8 @@ from functools import partial
 from typing import Any, Final
 
 from bench import results_file, scale_report
-from bench.agent import resident_mb
+from bench.agent import cpu_s, resident_mb
+from bench.contestants import open_node_map
 from bench.simulated import (
     FIRST_IDENTITY,
     PODS_OF_AN_IDENTITY,
@@ -29,7 +30,7 @@ from bench.simulated import (
 )
 from bench.stats import quantile
 from podwire.datapath import abi, maps
-from podwire.kernel import bpf, netns
+from podwire.kernel import netns
 from podwire.kernel.rtnl.route import host_network
 from podwire.lab import labs, node
 from podwire.lab.state import LabState, read_state
@@ -48,7 +49,6 @@ MOVES: Final = 5
 CHURN_PER_MINUTE: Final = 0.01
 SETTLED_S: Final = 3.0
 POLL_S: Final = 0.002
-_TICKS: Final = 100
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class Site:
         assert self.state.store is not None
         counters = _read_etcd(self.state)
         return Usage(
-            _cpu_s(self.agent_pid) if with_agent else 0.0,
-            _cpu_s(self.state.store.pid),
+            cpu_s(self.agent_pid) if with_agent else 0.0,
+            cpu_s(self.state.store.pid),
             sum(value for name, value in counters if name.startswith("grpc_server_handled_total")),
             sum(
                 value
@@ -123,15 +123,8 @@ def replace_revision(one: StoredObject, revision: int) -> StoredObject:
     return StoredObject(key=one.key, document=one.document, revision=revision)
 
 
-def _cpu_s(pid: int) -> float:
-    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
-
-
 def _in_underlay(state: LabState, work: Callable[[], Any]) -> Any:
-    with netns.open_namespace(netns.named_path(state.plan.underlay_namespace)) as fd:
-        return netns.run_in(fd.fileno(), work)
+    return netns.run_at(netns.named_path(state.plan.underlay_namespace), work)
 
 
 def _read_etcd(state: LabState) -> list[tuple[str, float]]:
@@ -149,8 +142,8 @@ class Rows:
     """What the agent has written into the kernel of other nodes and their pods."""
 
     def __init__(self, own: NodePlan) -> None:
-        self._prefixes = _open_map(own, "pw_ipcache")
-        self._numbers = _open_map(own, "pw_node_numbers")
+        self._prefixes = open_node_map(own, "pw_ipcache")
+        self._numbers = open_node_map(own, "pw_node_numbers")
 
     def wait_for_pods(self, pods: Mapping[IPAddress, IdentityId]) -> None:
         """Wait until each address has its identity. RuntimeError says how many have not in time."""
@@ -170,14 +163,6 @@ class Rows:
     def count(self) -> int:
         """Count all prefixes."""
         return sum(1 for _ in self._prefixes.items())
-
-
-def _open_map(own: NodePlan, name: str) -> bpf.Map:
-    path = f"{own.pins}/v{abi.ABI_VERSION}/maps/{name}"
-    found = bpf.open_any_pinned_map(path)
-    if found is None:
-        raise RuntimeError(f"no map is pinned at {path}")
-    return found
 
 
 def _wait_until_none(keys: Iterable[bytes], is_missing: Callable[[bytes], bool]) -> None:
@@ -213,8 +198,8 @@ def main() -> None:
 def open_site(stack: ExitStack, nodes: int, pods: int) -> Site:
     """Start etcd and an agent that has a large cluster, stop the agent, and write all other nodes into the store."""
     shape = LabShape(nodes=1, families="4", routing="overlay", store="etcd")
-    state = labs.up(LAB, shape, progress=_quiet)
-    stack.callback(labs.down, LAB, progress=_quiet)
+    state = labs.up(LAB, shape, progress=labs.say_nothing)
+    stack.callback(labs.down, LAB, progress=labs.say_nothing)
     labs.change_agent(LAB, state.plan.nodes[0].name, "stop")
     config = state.plan.nodes[0].directory / node.CONFIG_FILE
     lines = config.read_text(encoding="utf-8").splitlines()
@@ -227,10 +212,6 @@ def open_site(stack: ExitStack, nodes: int, pods: int) -> Site:
     site.create(peer.node() for peer in site.nodes)
     site.create(peer.endpoints() for peer in site.nodes)
     return site
-
-
-def _quiet(_line: str) -> None:
-    pass
 
 
 def measure(site: Site, churn_s: float) -> dict[str, float]:

@@ -121,7 +121,7 @@ def report(samples: Mapping[str, Sequence[float]]) -> None:
         print(f"  {name:40} {median_of(series)}")
     for what in ("the pod itself, beside", "always one of", "any of"):
         many, few = (samples[f"{what} {number} services"] for number in (MANY, FEW))
-        ratio = ratio_of(many, few, lambda series: quantile(series, 0.5))
+        ratio = ratio_of(many, few)
         summary[f"{what} many services / few"] = results_file.interval(ratio)
         print(f"  {what} {MANY} services / {FEW}: {ratio}")
     results_file.write("service_choice", summary, samples)

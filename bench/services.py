@@ -13,7 +13,6 @@ import argparse
 import ipaddress
 import itertools
 import json
-import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,8 @@ from typing import Any, Final
 from bench import results_file
 from bench.agent import resident_mb
 from bench.contestants import compile_c, scratch
-from bench.stats import median_of, quantile, ratio_of
+from bench.pair import read_numbers
+from bench.stats import in_turns, median_of, ratio_of
 from podwire.lab.kubernetes import cluster as clusters
 from podwire.lab.kubernetes import pods, residue
 from podwire.lab.kubernetes.cluster import Cluster, ClusterShape
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--services", type=int, nargs="*", default=[FEW, MANY])
     parser.add_argument("--add", action="store_true", help="to the results that are there")
     arguments = parser.parse_args()
-    samples: Samples = _read_samples() if arguments.add else {}
+    samples: Samples = results_file.read_samples("services") if arguments.add else {}
     if arguments.stage == "down":
         clusters.down(NAME)
     elif arguments.stage == "measure":
@@ -83,11 +83,6 @@ def main() -> None:
                 undo.pop_all()
     if samples:
         results_file.write("services", summarise(samples), samples)
-
-
-def _read_samples() -> Samples:
-    path = results_file.RESULTS / "services.json"
-    return dict(json.loads(path.read_text(encoding="utf-8"))["raw"]) if path.exists() else {}
 
 
 def _plan_path() -> Path:
@@ -218,13 +213,11 @@ def measure(plan: Mapping[str, Any], rounds: int, samples: Samples) -> None:
     names = list(contestants)
     with scratch() as directory:
         tool = compile_c("flow", directory)
-        for number in range(rounds):
-            turn = number % len(names)
-            for name in [*names[turn:], *names[:turn]]:
-                for what, figure in zip(FIGURES, _ask(tool, contestants[name]), strict=True):
-                    key = f"{name} {what}, {count} services"
-                    samples.setdefault(key, []).append(round(figure, 3))
-            print(f"round {number + 1} of {rounds}, {count} services", flush=True)
+        print(f"with {count} services", flush=True)
+        for name in in_turns(names, rounds):
+            for what, figure in zip(FIGURES, _ask(tool, contestants[name]), strict=True):
+                key = f"{name} {what}, {count} services"
+                samples.setdefault(key, []).append(round(figure, 3))
 
 
 def _ask(tool: str, one: Mapping[str, str]) -> tuple[float, float, float]:
@@ -239,22 +232,11 @@ def _run(
     tool: str, what: str, one: Mapping[str, str], amount: int, cpus: tuple[str, str]
 ) -> list[int]:
     """Run `flow` once, with a real-time priority: what else the machine has to do waits until it ends."""
-    done = subprocess.run(
-        [
-            *("chrt", "--fifo", "10", tool, what, one["server"], one["client"]),
-            *(f"{one['address']}:{PORT}", str(amount), *cpus, CONGESTION_CONTROL),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{what} {one}: {done.stderr}")
-    return [int(word) for word in done.stdout.split()]
-
-
-def _median(samples: Sequence[float]) -> float:
-    return quantile(samples, 0.5)
+    words = [
+        *("chrt", "--fifo", "10", tool, what, one["server"], one["client"]),
+        *(f"{one['address']}:{PORT}", str(amount), *cpus, CONGESTION_CONTROL),
+    ]
+    return read_numbers(words, f"{what} {one}")
 
 
 def summarise(samples: Mapping[str, Sequence[float]]) -> dict[str, object]:
@@ -270,7 +252,7 @@ def summarise(samples: Mapping[str, Sequence[float]]) -> dict[str, object]:
         for name in (node for node in NODES if node != OURS):
             theirs = samples[f"{name} {title}"]
             row[name] = results_file.interval(median_of(theirs))
-            ratio = ratio_of(ours, theirs, _median)
+            ratio = ratio_of(ours, theirs)
             row[f"ratio to {name}"] = results_file.interval(ratio)
             shown.append(f"{name} {median_of(theirs)}, ratio {ratio}")
         print(f"{title:34}{median_of(ours)!s:>24}   {'; '.join(shown)}")

@@ -15,8 +15,7 @@ from typing import Any
 
 from bench import results_file
 from bench.agent import agent_pid, resident_mb, restart_ms
-from bench.contestants import one_node_with_store
-from bench.stats import median_of, quantile
+from bench.contestants import one_node_with_store, open_node_map
 from podwire.control.documents.apply import apply_documents
 from podwire.datapath import abi
 from podwire.datapath.maps import to_mapped
@@ -55,7 +54,8 @@ def main() -> None:
         raw["agent for services, MB"] = [settled_mb() - without_mb]
         raw["start to answer, ms"] = [restart_ms(node) for _ in range(3)]
         raw["agent for services after a restart, MB"] = [settled_mb() - without_mb]
-    report(arguments, raw)
+    sizes = {"services": arguments.services, "back ends": arguments.back_ends}
+    results_file.report("services_control", sizes, raw)
 
 
 def settled_mb() -> float:
@@ -136,11 +136,7 @@ class Rows:
     """The services' rows in the kernel."""
 
     def __init__(self, node: NodePlan) -> None:
-        path = f"{node.pins}/v{abi.ABI_VERSION}/maps/pw_services"
-        found = bpf.open_any_pinned_map(path)
-        if found is None:
-            raise RuntimeError(f"no map is pinned at {path}")
-        self._map = found
+        self._map = open_node_map(node, "pw_services")
 
     def wait(self, index: int, back_ends: int, within_s: float = DEADLINE_S) -> None:
         """Spin until a service has so many back ends."""
@@ -166,19 +162,6 @@ def measure(store: Store, rows: Rows, arguments: argparse.Namespace) -> Iterator
             rows.wait(index, count)
             yield (time.perf_counter_ns() - begin_ns) / 1e6
             time.sleep(0.02)
-
-
-def report(arguments: argparse.Namespace, raw: dict[str, list[float]]) -> None:
-    """Print and keep medians, and of changes the 99th percentile too."""
-    sizes = {"services": arguments.services, "back ends": arguments.back_ends}
-    print(f"\nwith {sizes}: median (95 % interval), p99")
-    summary: dict[str, object] = dict(sizes)
-    for name, series in raw.items():
-        found, p99 = median_of(series), quantile(series, 0.99)
-        print(f"  {name:40} {found!s:28} {p99:.2f}")
-        summary[name] = results_file.interval(found)
-        summary[f"{name} p99"] = {"value": p99, "low": p99, "high": p99}
-    results_file.write("services_control", summary, raw)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Medians and ratios with their 95 % interval, from paired samples. Pure: the bootstrap has a fixed seed."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 RESAMPLES = 1000
 SEED = 1
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,23 @@ def quantile(samples: Sequence[float], q: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
+def median(samples: Sequence[float]) -> float:
+    """Give the median."""
+    return quantile(samples, 0.5)
+
+
+def in_turns(names: Sequence[_T], rounds: int) -> Iterator[_T]:
+    """Give each name once in each round, in an order that turns from round to round; says when one is over."""
+    for number in range(rounds):
+        turn = number % len(names)
+        yield from (*names[turn:], *names[:turn])
+        print(f"round {number + 1} of {rounds}", flush=True)
+
+
 def ratio_of(
-    ours: Sequence[float], theirs: Sequence[float], figure: Callable[[Sequence[float]], float]
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    figure: Callable[[Sequence[float]], float] = median,
 ) -> Interval:
     """Give figure(ours) / figure(theirs); pairs are resampled together, so that drift stays in both."""
     pairs = list(zip(ours, theirs, strict=True))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.results_file import RESULTS, interval
-from bench.stats import quantile, ratio_of
+from bench.stats import ratio_of
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def _divide(
 ) -> Iterator[dict[str, float]]:
     """Give the ratio of two series' medians; nothing when the run had not both of them."""
     if ours in raw and theirs in raw:
-        yield interval(ratio_of(raw[ours], raw[theirs], lambda series: quantile(series, 0.5)))
+        yield interval(ratio_of(raw[ours], raw[theirs]))
 
 
 def judge(bar: Bar, found: dict[str, float]) -> str:

@@ -8,7 +8,7 @@ import argparse
 import json
 import subprocess
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,8 @@ from bench.contestants import (
     reference,
     scratch,
 )
-from bench.stats import median_of, quantile, ratio_of
+from bench.pair import read_numbers
+from bench.stats import in_turns, median_of, ratio_of
 from podwire.kernel import netns
 from podwire.kernel.bpf_object import BpfObject
 from podwire.kernel.bpf_program import Program, open_pinned_program
@@ -69,12 +70,9 @@ def main() -> None:
         directory = stack.enter_context(scratch())
         tool = compile_c("flow", directory)
         paths = _paths(stack, directory)
-        for number in range(arguments.rounds):
-            turn = number % len(paths)
-            for path in [*paths[turn:], *paths[:turn]]:
-                path.enter()
-                _measure(tool, path, samples)
-            print(f"round {number + 1} of {arguments.rounds}", flush=True)
+        for path in in_turns(paths, arguments.rounds):
+            path.enter()
+            _measure(tool, path, samples)
     results_file.write("throughput", _summarise(samples), samples)
 
 
@@ -92,15 +90,8 @@ def _measure(tool: str, path: Way, samples: dict[str, list[float]]) -> None:
 
 def _run(tool: str, what: str, path: Way, amount: int, cpus: tuple[str, str]) -> list[int]:
     server, client = (netns.named_path(pod.namespace) for pod in (path.server, path.client))
-    done = subprocess.run(
-        [tool, what, server, client, path.server.address, str(amount), *cpus],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{path.name}: {done.stderr}")
-    return [int(word) for word in done.stdout.split()]
+    words = [tool, what, server, client, path.server.address, str(amount), *cpus]
+    return read_numbers(words, path.name)
 
 
 def _paths(stack: ExitStack, directory: Path) -> list[Way]:
@@ -194,10 +185,6 @@ def _empty_redirect(target: AttachedPod, directory: Path) -> Iterator[Program]:
             yield program
 
 
-def _median(samples: Sequence[float]) -> float:
-    return quantile(samples, 0.5)
-
-
 def _summarise(samples: Mapping[str, list[float]]) -> dict[str, object]:
     summary: dict[str, object] = {}
     print(f"\n{'':20}{'podwire':>24}   podwire / other (95 % interval)")
@@ -206,7 +193,7 @@ def _summarise(samples: Mapping[str, list[float]]) -> dict[str, object]:
         row: dict[str, object] = {"podwire": results_file.interval(median_of(ours))}
         shown = []
         for peer in ("redirect", "ptp", "bridge"):
-            ratio = ratio_of(ours, samples[f"{peer} {what}"], _median)
+            ratio = ratio_of(ours, samples[f"{peer} {what}"])
             row[f"ratio to {peer}"] = results_file.interval(ratio)
             shown.append(f"{peer} {ratio}")
         print(f"{what:20}{median_of(ours)!s:>24}   {'; '.join(shown)}")

@@ -71,9 +71,7 @@ from podwire.model.interfaces import PodNamespace
 KIND: Final = "veth"
 LIVE_GROUP: Final = 0x70770001
 CONDEMNED_GROUP: Final = 0x70770002
-"""Group of devices that wait for the reaper: one group delete waits for RCU once, not once per
-device.
-"""
+"""Group of devices that wait for the reaper: one group delete waits for RCU once, not once per device."""
 FIRST_INDEX: Final = 1 << 20
 """Pods' devices have numbers from here on: well above what the kernel hands out by itself, counting up from 1."""
 _INDEX_PAIRS: Final = ((1 << 31) - FIRST_INDEX) // 2 - 1
@@ -87,9 +85,7 @@ _MAC_MARK: Final = device_mac(EndpointId(1), 1)[:5]
 
 @dataclass(frozen=True)
 class Programs:
-    """The two programs of a pod's device: descriptors to attach, and the kernel's numbers to
-    recognise them by.
-    """
+    """The two programs of a pod's device: descriptors to attach, and the kernel's numbers to recognise them by."""
 
     from_pod_fd: int
     to_pod_fd: int
@@ -181,14 +177,12 @@ def plan_device(
 def create_device(
     netlink: NetlinkSocket, record: EndpointRecord, namespace: PodNamespace, side: HostSide
 ) -> None:
-    """Make the pair with its peer inside `namespace`, then programs, mark, routes and neighbours
-    in one send.
+    """Make the pair with its peer inside `namespace`, then programs, mark, routes and neighbours in one send.
 
-    The calling thread must be in the host's namespace. Two sends, because the kernel goes on
-    after a failed request: had the first one failed, the others would hit whatever device has
-    that index. Raises InvalidConfiguration (the pod has an interface of that name, the MTU is
-    too small), ForeignObject, LeftoverDevice, Unavailable (an index is taken: plan again),
-    KernelFailure; nothing is left then.
+    The calling thread must be in the host's namespace. Two sends, because the kernel goes on after a failed request:
+    had the first one failed, the others would hit whatever device has that index. Raises InvalidConfiguration (the pod
+    has an interface of that name, the MTU is too small), ForeignObject, LeftoverDevice, Unavailable (an index is taken:
+    plan again), KernelFailure; nothing is left then.
     """
     # Pods in the host's network need no CNI. With the host taken for a pod, address and default route would be set on
     # the host.
@@ -221,9 +215,7 @@ def create_device(
 
 
 def repair_device(netlink: NetlinkSocket, record: EndpointRecord, side: HostSide) -> list[str]:
-    """Put right what differs on the host's side, programs replaced in place; gives what
-    differed.
-    """
+    """Put right what differs on the host's side, programs replaced in place; gives what differed."""
     differences = compare_device(netlink, record, side)
     if differences and require_owned(netlink, record) is not None:
         _furnish(netlink, record, side, replace=True)
@@ -252,9 +244,7 @@ def compare_device(netlink: NetlinkSocket, record: EndpointRecord, side: HostSid
 
 
 def require_owned(netlink: NetlinkSocket, record: EndpointRecord) -> OwnedDevice | None:
-    """Give the record's device, None when it is gone; ForeignObject when its index belongs to
-    anything else.
-    """
+    """Give the record's device, None when it is gone; ForeignObject when its index belongs to anything else."""
     # An index alone is no proof: when a device is gone, anybody may make another one with that index.
     body = netlink.find(get_link(record.device.host_ifindex))
     if body is None:
@@ -366,9 +356,7 @@ def _plan_furnishing(
 def _is_harmless(
     record: EndpointRecord, request: Request, failure: KernelFailure, *, replace: bool
 ) -> bool:
-    """Tell whether a request failed because nothing was to do: hooks in place, or a host without
-    IPv6.
-    """
+    """Tell whether a request failed because nothing was to do: hooks in place, or a host without IPv6."""
     if failure.errno == errno.EEXIST:
         return replace and request.type == RTM_NEWQDISC
     return failure.errno == errno.EAFNOSUPPORT and not record.ipv6
@@ -380,9 +368,7 @@ def _furnish_again(
     side: HostSide,
     failed: list[tuple[Request, KernelFailure]],
 ) -> None:
-    """Remove what can stand in the way (IPv6 off for new devices, a stale route of ours), try
-    once more.
-    """
+    """Remove what can stand in the way (IPv6 off for new devices, a stale route of ours), try once more."""
     first = failed[0][1]
     numbers = {failure.errno for _, failure in failed}
     # A route of ours may still lead to the address of a pod that is gone; one without our mark is refused.

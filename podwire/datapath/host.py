@@ -49,9 +49,7 @@ _TIMEOUT_S: Final = 5.0
 
 
 class SettingChange(msgspec.Struct, frozen=True):
-    """A setting below /proc/sys/net that was changed: its path, the value before and the value
-    written.
-    """
+    """A setting below /proc/sys/net that was changed: its path, the value before and the value written."""
 
     path: tuple[str, ...]
     before: str
@@ -186,11 +184,9 @@ def _is_never_sent_to(network: IPNetwork) -> bool:
 
 
 def detect_underlay(netlink: NetlinkSocket, node_address: IPAddress | None = None) -> Underlay:
-    """Find the device that carries the node's traffic: the one with its address, else that of
-    the default route.
+    """Find the device that carries the node's traffic: the one with its address, else that of the default route.
 
-    Its MTU is the smaller of the device's and the default route's own. Raises Unavailable when
-    there is neither.
+    Its MTU is the smaller of the device's and the default route's own. Raises Unavailable when there is neither.
     """
     links = {link.index: link for link in _list_links(netlink)}
     routes = _list_default_routes(netlink)
@@ -231,9 +227,7 @@ def list_usable_addresses(netlink: NetlinkSocket) -> list[InterfaceAddress]:
 
 
 def _list_router_listeners(netlink: NetlinkSocket) -> list[str]:
-    """List devices whose routes come, or may come, from router advertisements that forwarding
-    would silence.
-    """
+    """List devices whose routes come, or may come, from router advertisements that forwarding would silence."""
     names = []
     for link in _list_links(netlink):
         path = ("ipv6", "conf", link.name, "accept_ra")
@@ -289,9 +283,7 @@ def _list_links(netlink: NetlinkSocket) -> Sequence[Link]:
 
 
 def _list_default_routes(netlink: NetlinkSocket) -> list[Route]:
-    """List the default routes of the main table, IPv4 first, the preferred one of a family
-    first.
-    """
+    """List the default routes of the main table, IPv4 first, the preferred one of a family first."""
     routes = []
     for family in (AF_INET, AF_INET6):
         of_family = [

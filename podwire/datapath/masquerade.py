@@ -1,10 +1,9 @@
 """The node's own table of nftables: what pods send out of the cluster carries the node's address, what nodes tunnel is
 not tracked twice, and nobody forges the packets of tunnels and of pods.
 
-One nftables table of ours, rebuilt whole in one transaction each time, so that applying it twice
-changes nothing and no packet sees half of it. Never translates what stays inside: packets to the
-cluster's networks, to the exceptions, to this host (they do not pass this hook) or to groups.
-`datapath.node` applies, compares and removes it.
+One nftables table of ours, rebuilt whole in one transaction each time, so that applying it twice changes nothing and no
+packet sees half of it. Never translates what stays inside: packets to the cluster's networks, to the exceptions, to
+this host (they do not pass this hook) or to groups. `datapath.node` applies, compares and removes it.
 """
 
 import errno
@@ -271,9 +270,7 @@ def _find_strangers(plan: MasqueradePlan, table: _Table) -> list[str]:
 
 
 class Masquerade:
-    """The table of this node; remembers what the kernel shows after its own apply, to notice
-    strangers' changes.
-    """
+    """The table of this node; remembers what the kernel shows after its own apply, to notice strangers' changes."""
 
     def __init__(self, tables: Nftables, ports: HostPortTable | None = None) -> None:
         """`ports`: what an earlier agent served, which is to be in force with the first plan already."""
@@ -397,9 +394,7 @@ class DroppingChain:
 
 
 def list_dropping_forward_chains(tables: Nftables) -> list[DroppingChain]:
-    """List chains at the forward hook whose policy is drop (Docker, ufw, firewalld), as far as
-    nftables shows them.
-    """
+    """List chains at the forward hook whose policy is drop (Docker, ufw, firewalld), as far as nftables shows them."""
     try:
         objects = tables.list_json("list chains")
     except PodwireError:
@@ -439,9 +434,7 @@ def _list_inside(networks: Sequence[str], addresses: Iterable[IPAddress]) -> lis
 
 
 def _fingerprint(objects: list[dict[str, Any]]) -> str:
-    """Reduce a listing to what matters: handles change with every rebuild, counters with every
-    packet.
-    """
+    """Reduce a listing to what matters: handles change with every rebuild, counters with every packet."""
 
     def strip(value: Any) -> Any:
         if isinstance(value, dict):

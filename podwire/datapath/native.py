@@ -1,10 +1,9 @@
 """The program on the device towards natively reached nodes: what it requires, how it is attached, kept and removed.
 
 Called by `datapath.cluster` and `datapath.upgrade` under the node's turn, and by the search for leftovers. The device
-belongs to the host. Only one filter of podwire's, recognised by its place and name, and the hooks (a clsact queue)
-that contain it are changed. Nothing on a queue tells its maker, so a note records it. Invariants: a device with
-something that conflicts with this filter is reported and left alone. Hooks that somebody else made, or has filters in,
-stay.
+belongs to the host. Only one filter of podwire's, recognised by its place and name, and the hooks (a clsact queue) that
+contain it are changed. Nothing on a queue tells its maker, so a note records it. Invariants: a device with something
+that conflicts with this filter is reported and left alone. Hooks that somebody else made, or has filters in, stay.
 """
 
 import errno

@@ -14,11 +14,9 @@ from podwire.model.ids import EndpointId, IfIndex
 
 
 class Reaper:
-    """Condemned devices: `condemn` only marks one, `reap` deletes all that are marked with one
-    grace period.
+    """Condemned devices: `condemn` only marks one, `reap` deletes all that are marked with one grace period.
 
-    What is condemned is in the kernel (the group), so a new agent finds it by `list_devices` and
-    reaps it too.
+    What is condemned is in the kernel (the group), so a new agent finds it by `list_devices` and reaps it too.
     """
 
     def __init__(self, netlink: NetlinkSocket, deleting: NetlinkSocket) -> None:
@@ -31,9 +29,7 @@ class Reaper:
         return len(self._condemned)
 
     def condemn(self, endpoint_id: EndpointId, index: IfIndex) -> None:
-        """Mark the endpoint's device for deletion; absent and foreign ones are only reported
-        gone by `reap`.
-        """
+        """Mark the endpoint's device for deletion; absent and foreign ones are only reported gone by `reap`."""
         body = self._netlink.find(get_link(index))
         owner = None if body is None else read_owner(read_link(body))
         if owner is not None and owner.endpoint_id == endpoint_id:

@@ -44,9 +44,7 @@ _BLOCK_METRIC = 4_000_000_000
 
 @dataclass(frozen=True)
 class SourceAddresses:
-    """The node's own address per family: what host processes use towards pods; None = leave it
-    to the kernel.
-    """
+    """The node's own address per family: what host processes use towards pods; None = leave it to the kernel."""
 
     ipv4: ipaddress.IPv4Address | None = None
     ipv6: ipaddress.IPv6Address | None = None
@@ -59,9 +57,7 @@ class SourceAddresses:
 
 
 def compute_routes(record: EndpointRecord, sources: SourceAddresses) -> list[Route]:
-    """Compute the host's routes to an endpoint: one /32 and one /128 at most, straight to its
-    device.
-    """
+    """Compute the host's routes to an endpoint: one /32 and one /128 at most, straight to its device."""
     routes = []
     for address in record.addresses:
         is_ipv4 = address.version == 4

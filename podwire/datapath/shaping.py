@@ -44,9 +44,8 @@ _GONE: Final = (errno.ENODEV, errno.ENOENT, errno.EINVAL)
 def compute_bucket(rate_bits_per_s: int, burst_bits: int, mtu: int) -> TokenBucket | None:
     """Compute the bucket of one direction; None when there is no limit. `mtu` in bytes.
 
-    Without a burst, or with the value that means "none given", 25 ms of the rate and at least 64
-    KiB, so that a segment as big as offloading makes them passes unsplit. A burst below one
-    frame is raised to one.
+    Without a burst, or with the value that means "none given", 25 ms of the rate and at least 64 KiB, so that a segment
+    as big as offloading makes them passes unsplit. A burst below one frame is raised to one.
     """
     if rate_bits_per_s <= 0:
         return None
@@ -76,11 +75,9 @@ def _compute_buckets(
 def shape_device(
     netlink: NetlinkSocket, device: Device, bandwidth: Bandwidth, namespace: PodNamespace | None
 ) -> None:
-    """Set, change or remove the limits of both directions; without a namespace only that of the
-    host device.
+    """Set, change or remove the limits of both directions; without a namespace only that of the host device.
 
-    Raises KernelFailure when a limit cannot be set; a limit that is to go and is not there is
-    success.
+    Raises KernelFailure when a limit cannot be set; a limit that is to go and is not there is success.
     """
     to_pod, from_pod = _compute_buckets(device, bandwidth)
     _apply(netlink, device.host_ifindex, to_pod)

@@ -70,14 +70,14 @@ def survey_kernel() -> list[Finding]:
     return findings
 
 
-def survey_host(tunnel_port: int = DEFAULT_TUNNEL_PORT) -> list[Finding]:
+def survey_host() -> list[Finding]:
     """Look for what breaks pods' traffic on this host, and for the files that a datapath needs."""
     findings = [_look_at_bpffs(), _look_at_programs()]
     with NetlinkSocket() as netlink, Nftables() as tables:
         for warning in host.find_warnings(netlink, tables, ipv4=True, ipv6=True):
             findings.append(Finding("host", "warning", warning.message, warning.hint))
         foreign = list_devices(netlink)[1]
-        findings.extend(_look_at_tunnels(netlink, tunnel_port))
+        findings.extend(_look_at_tunnels(netlink))
     findings.extend(
         Finding(
             "host",
@@ -122,7 +122,7 @@ def restore_settings(noted: str) -> list[str]:
     return [f"setting net.{'.'.join(change.path)}" for change in host.undo_host(changes)]
 
 
-def _look_at_tunnels(netlink: NetlinkSocket, port: int) -> list[Finding]:
+def _look_at_tunnels(netlink: NetlinkSocket) -> list[Finding]:
     """Name VXLAN devices of others that the tunnel would meet."""
     return [
         Finding(
@@ -133,7 +133,7 @@ def _look_at_tunnels(netlink: NetlinkSocket, port: int) -> list[Finding]:
             " node; with native routing alone it does no harm",
         )
         for tunnel in list_tunnels(netlink)
-        if tunnel.node_name is None and tunnel.settings.port == port
+        if tunnel.node_name is None and tunnel.settings.port == DEFAULT_TUNNEL_PORT
     ]
 
 

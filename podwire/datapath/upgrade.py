@@ -6,9 +6,8 @@ source lacks is zero. Invariant: the old maps stay as they are until every devic
 crash at any point the whole move is repeated. A layout that does not say that this build may read it is refused, with
 both versions named, and nothing is touched.
 
-A layout says which builds may read it by empty directories `readable-by-v<N>` beside its maps: the lowest such N is
-the oldest build that may take its rows over. A new layout names an older N only while everything it added may be
-dropped.
+A layout says which builds may read it by empty directories `readable-by-v<N>` beside its maps: the lowest such N is the
+oldest build that may take its rows over. A new layout names an older N only while everything it added may be dropped.
 """
 
 import contextlib

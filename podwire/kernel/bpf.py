@@ -391,24 +391,23 @@ def open_pinned_map(path: str, *, kind: MapType, key_size: int, value_size: int)
 
 def open_any_pinned_map(path: str) -> Map | None:
     """Open a pinned map whatever its rows are, None if there is none."""
-    fd = lib.bpf_obj_get(path.encode())
-    if fd < 0:
-        if ffi.errno == errno.ENOENT:
-            return None
-        raise fail("open pinned map", path)
-    return Map(fd, name=os.path.basename(path))
+    fd = require_opened(lib.bpf_obj_get(path.encode()), "open pinned map", path)
+    return None if fd is None else Map(fd, name=os.path.basename(path))
+
+
+def require_opened(fd: int, call: str, object_name: str) -> int | None:
+    """Give what a libbpf call has just opened, None if there is nothing of that name or number."""
+    if fd >= 0:
+        return fd
+    if ffi.errno == errno.ENOENT:
+        return None
+    raise fail(call, object_name)
 
 
 def open_map_by_id(map_id: int) -> Map | None:
-    """Open a map by the kernel's id (what a map of maps gives for an inner one); None if it is
-    gone.
-    """
-    fd = lib.bpf_map_get_fd_by_id(map_id)
-    if fd < 0:
-        if ffi.errno == errno.ENOENT:
-            return None
-        raise fail("open map by id", str(map_id))
-    return Map(fd)
+    """Open a map by the kernel's id (what a map of maps gives for an inner one); None if it is gone."""
+    fd = require_opened(lib.bpf_map_get_fd_by_id(map_id), "open map by id", str(map_id))
+    return None if fd is None else Map(fd)
 
 
 def create_like(existing: Map, name: str, *, max_entries: int) -> Map:

@@ -1,9 +1,8 @@
 """Open a compiled BPF object, set its constants, give it existing maps, load it past the verifier.
 
-Called by `datapath.programs` (and by the packet tests). Never decides where anything is pinned.
-Invariant: an object is opened from bytes already in memory, so what was hashed is what is loaded;
-after `load` its programs and maps are taken out as owned descriptors, and closing the object frees
-the rest.
+Called by `datapath.programs` (and by the packet tests). Never decides where anything is pinned. Invariant: an object is
+opened from bytes already in memory, so what was hashed is what is loaded; after `load` its programs and maps are taken
+out as owned descriptors, and closing the object frees the rest.
 """
 
 import errno
@@ -192,9 +191,8 @@ class BpfObject(Closing):
     ) -> bpf.Map:
         """Create a map of the shape that `outer` declares for its inner maps.
 
-        `rows`: names of the structs of key and value, so that the kernel knows their layout. (The
-        declaration itself cannot carry them: clang 14 leaves types that only an inner map uses
-        undefined.)
+        `rows`: names of the structs of key and value, so that the kernel knows their layout. (The declaration itself
+        cannot carry them: clang 14 leaves types that only an inner map uses undefined.)
         """
         inner = self.shape(outer).inner
         if inner is None:

@@ -5,13 +5,12 @@ and never attaches one (`kernel.rtnl.tc` does). Invariant: a `Program` owns one 
 raises ResourceWarning. Thread-safe.
 """
 
-import errno
 import os
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from podwire.kernel._libbpf import ffi, lib
-from podwire.kernel.bpf import Descriptor, fail
+from podwire.kernel.bpf import Descriptor, fail, require_opened
 from podwire.model.errors import KernelFailure
 
 PACKET_ADDED_BYTES: Final = 4096
@@ -129,11 +128,9 @@ def read_program_info(fd: int) -> ProgramInfo:
 
 def open_pinned_program(path: str) -> Program | None:
     """Open a pinned program, None if there is none."""
-    fd = lib.bpf_obj_get(path.encode())
-    if fd < 0:
-        if ffi.errno == errno.ENOENT:
-            return None
-        raise fail("open pinned program", path)
+    fd = require_opened(lib.bpf_obj_get(path.encode()), "open pinned program", path)
+    if fd is None:
+        return None
     try:
         read_program_info(fd)
     except KernelFailure:
@@ -145,10 +142,7 @@ def open_pinned_program(path: str) -> Program | None:
 
 def open_program_by_id(program_id: int) -> Program | None:
     """Open a program by the kernel's id (what a filter shows); None if it is gone."""
-    fd = lib.bpf_prog_get_fd_by_id(program_id)
-    if fd < 0:
-        # Its filter may have been replaced since it was listed, and a program ends with its last user.
-        if ffi.errno == errno.ENOENT:
-            return None
-        raise fail("open program by id", str(program_id))
-    return Program(fd, str(program_id))
+    # Its filter may have been replaced since it was listed, and a program ends with its last user.
+    found = lib.bpf_prog_get_fd_by_id(program_id)
+    fd = require_opened(found, "open program by id", str(program_id))
+    return None if fd is None else Program(fd, str(program_id))

@@ -1,8 +1,7 @@
 """Take records out of a BPF ring buffer, many at once.
 
-Called by `datapath.flow_events`. Never decodes a record. Invariant: a record is either in the bytes that
-`take` gave, still in the ring, or counted in `odd_records`. Not thread-safe: one reader has one
-buffer.
+Called by `datapath.flow_events`. Never decodes a record. Invariant: a record is either in the bytes that `take` gave,
+still in the ring, or counted in `odd_records`. Not thread-safe: one reader has one buffer.
 """
 
 import warnings

@@ -92,13 +92,18 @@ def encode_batch(requests: Sequence[Request]) -> tuple[bytes, Sequence[int]]:
     """Encode requests of which only the last is acknowledged; gives where each of them begins, too."""
     frames, starts, at = [], [], 0
     for number, request in enumerate(requests, 1):
-        length = _HEADER.size + len(request.body)
-        flags = request.flags | NLM_F_REQUEST | (NLM_F_ACK if number == len(requests) else 0)
-        padding = b"\0" * (-length & 3)
-        frames += [_HEADER.pack(length, request.type, flags, 0, 0), request.body, padding]
+        frame = _encode_message(request, NLM_F_ACK if number == len(requests) else 0, 0)
+        frames.append(frame)
         starts.append(at)
-        at += length + len(padding)
+        at += len(frame)
     return b"".join(frames), starts
+
+
+def _encode_message(request: Request, flags: int, sequence: int) -> bytes:
+    length = _HEADER.size + len(request.body)
+    flags |= request.flags | NLM_F_REQUEST
+    header = _HEADER.pack(length, request.type, flags, sequence & 0xFFFFFFFF, 0)
+    return header + request.body + b"\0" * (-length & 3)
 
 
 def attribute(kind: int, payload: bytes) -> bytes:
@@ -123,9 +128,7 @@ def nested(kind: int, *attributes: bytes) -> bytes:
 
 
 def parse_attributes(data: bytes) -> Attributes:
-    """Decode a list of attributes by number, the last of each; KernelFailure(EBADMSG) when it is
-    cut short.
-    """
+    """Decode a list of attributes by number, the last of each; KernelFailure(EBADMSG) when it is cut short."""
     attributes: Attributes = {}
     offset, end = 0, len(data)
     while offset + 4 <= end:
@@ -271,7 +274,7 @@ class NetlinkSocket(Closing):
     def get(self, request: Request) -> bytes:
         """Give the body of the one message that answers `request`."""
         with self._lock:
-            sequence = self._send([(request, NLM_F_REQUEST)])
+            sequence = self._send([request])
             for kind, _, number, body in self._receive(request):
                 if number != sequence:
                     continue
@@ -305,11 +308,9 @@ class NetlinkSocket(Closing):
 
     def _exchange(self, requests: Sequence[Request]) -> list[KernelFailure | None]:
         """Send one batch; give for each request, in order, its failure or None."""
-        last = len(requests) - 1
-        asking = [(request, NLM_F_REQUEST) for request in requests[:last]]
         # net/netlink/af_netlink.c:netlink_rcv_skb handles a datagram's messages one after the other and acknowledges
         # each that asks for it or fails.
-        first = self._send([*asking, (requests[last], NLM_F_REQUEST | NLM_F_ACK)])
+        first = self._send(requests, NLM_F_ACK)
         return self._read_results(requests, first)
 
     def _read_results(
@@ -331,7 +332,7 @@ class NetlinkSocket(Closing):
     def _dump_once(self, request: Request) -> list[bytes] | None:
         bodies: list[bytes] = []
         consistent = True
-        sequence = self._send([(request, NLM_F_REQUEST | NLM_F_DUMP)])
+        sequence = self._send([request], NLM_F_DUMP)
         for kind, flags, number, body in self._receive(request):
             if number != sequence:
                 continue
@@ -346,20 +347,16 @@ class NetlinkSocket(Closing):
             bodies.append(body)
         raise malformed("a dump without an end")
 
-    def _send(self, requests: Sequence[tuple[Request, int]]) -> int:
-        """Send in one system call; gives the sequence number of the first request."""
-        first = self._sequence + 1
-        frames = []
-        for number, (request, flags) in enumerate(requests, first):
-            length = _HEADER.size + len(request.body)
-            frames.append(
-                _HEADER.pack(length, request.type, request.flags | flags, number & 0xFFFFFFFF, 0)
-            )
-            frames.append(request.body)
-            frames.append(b"\0" * (-length & 3))
-        self._sequence = (first + len(requests) - 1) & 0xFFFFFFFF
-        changes = any(flags & NLM_F_ACK for _, flags in requests)
-        self._transmit(b"".join(frames), requests[0][0].call, changes=changes)
+    def _send(self, requests: Sequence[Request], last_flags: int = 0) -> int:
+        """Send in one system call, the last request with flags; gives the sequence number of the first one."""
+        first, last = self._sequence + 1, self._sequence + len(requests)
+        frames = [
+            _encode_message(request, last_flags if number == last else 0, number)
+            for number, request in enumerate(requests, first)
+        ]
+        self._sequence = last & 0xFFFFFFFF
+        changes = bool(last_flags & NLM_F_ACK)
+        self._transmit(b"".join(frames), requests[0].call, changes=changes)
         return first & 0xFFFFFFFF
 
     def _transmit(self, data: bytes | bytearray, call: str, *, changes: bool) -> None:
@@ -406,9 +403,7 @@ def split_messages(data: bytes) -> Iterator[tuple[int, int, int, bytes]]:
 
 
 def _failure(request: Request, body: bytes, flags: int) -> KernelFailure | None:
-    """Read an acknowledgement or the end of a dump: None = done, else the error with the kernel's
-    own words.
-    """
+    """Read an acknowledgement or the end of a dump: None = done, else the error with the kernel's own words."""
     if len(body) < _ERRNO.size:
         return None
     number = -_ERRNO.unpack_from(body)[0]

@@ -1,9 +1,8 @@
 """Network namespaces: open, identify, enter for a moment, make and remove named ones.
 
-Called by the datapath (pods' namespaces, through the descriptor that the launcher sent), the lab
-and the tests. A visit changes only the calling thread. Invariant: no thread ever goes on in a
-namespace that it did not ask for: a visitor that cannot return ends the process, because everything
-it did afterwards would hit the wrong machine.
+Called by the datapath (pods' namespaces, through the descriptor that the launcher sent), the lab and the tests. A visit
+changes only the calling thread. Invariant: no thread ever goes on in a namespace that it did not ask for: a visitor
+that cannot return ends the process, because everything it did afterwards would hit the wrong machine.
 """
 
 import contextlib
@@ -40,16 +39,12 @@ def call_libc(call: str, object_name: str, *arguments: object) -> int:
 
 
 def set_namespace(fd: int, kind: int) -> None:
-    """Move the calling thread into a namespace for good (os.setns exists since Python 3.12
-    only).
-    """
+    """Move the calling thread into a namespace for good (os.setns exists since Python 3.12 only)."""
     call_libc("setns", f"fd {fd}", fd, kind)
 
 
 def open_namespace(path: str) -> Fd:
-    """Open a namespace by path; KernelFailure names the path when it is gone or is no network
-    namespace.
-    """
+    """Open a namespace by path; KernelFailure names the path when it is gone or is no network namespace."""
     try:
         number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -69,9 +64,7 @@ def open_current() -> Fd:
 
 
 def require_network_namespace(fd: int, object_name: str) -> None:
-    """Raise KernelFailure(EINVAL) unless `fd` is a network namespace (its link text is
-    `net:[inode]`).
-    """
+    """Raise KernelFailure(EINVAL) unless `fd` is a network namespace (its link text is `net:[inode]`)."""
     if not os.readlink(f"/proc/thread-self/fd/{fd}").startswith("net:["):
         # A bind mount shows its own path as link text: ask the kernel itself, by NS_GET_NSTYPE.
         kind = _libc.ioctl(fd, 0xB703)
@@ -82,9 +75,7 @@ def require_network_namespace(fd: int, object_name: str) -> None:
 
 
 def cookie(fd: int) -> int:
-    """Give the namespace's inode number, which tells it from another one that has the same path
-    later.
-    """
+    """Give the namespace's inode number, which tells it from another one that has the same path later."""
     # nsfs numbers its inodes for the whole machine, and a namespace that is held open keeps its number to itself.
     return os.fstat(fd).st_ino
 
@@ -180,9 +171,7 @@ def named_path(name: str) -> str:
 
 
 def _prepare_directory() -> None:
-    """Make the directory a shared mount, as iproute2 does, so that unmounting reaches every mount
-    namespace.
-    """
+    """Make the directory a shared mount, as iproute2 does, so that unmounting reaches every mount namespace."""
     NAMED_DIRECTORY.mkdir(mode=0o755, parents=True, exist_ok=True)
     path = os.fsencode(NAMED_DIRECTORY)
     flags = _MS_SHARED | _MS_REC
@@ -207,9 +196,7 @@ def _unshare(object_name: str) -> None:
 
 
 def run_on_thread(enter: Callable[[], None], action: Callable[[], _T]) -> _T:
-    """Run `enter`, then `action`, on a new thread that ends with them; gives the result or
-    raises.
-    """
+    """Run `enter`, then `action`, on a new thread that ends with them; gives the result or raises."""
     results: list[_T] = []
     failures: list[BaseException] = []
 

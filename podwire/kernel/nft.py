@@ -1,10 +1,8 @@
-"""nftables: transactions as text, through libnftables in this process, or through `nft` where it
-is missing.
+"""nftables: transactions as text, through libnftables in this process, or through `nft` where it is missing.
 
-Used by `datapath.masquerade` and `datapath.host`. The context is bound to the namespace of the
-thread that opened it and stays open: closing one waits for an RCU grace period. Must never
-report half a success: the kernel applies a command text whole or not at all, and its error text
-is in the exception.
+Used by `datapath.masquerade` and `datapath.host`. The context is bound to the namespace of the thread that opened it
+and stays open: closing one waits for an RCU grace period. Must never report half a success: the kernel applies a
+command text whole or not at all, and its error text is in the exception.
 """
 
 import ctypes

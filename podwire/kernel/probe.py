@@ -1,9 +1,8 @@
 """What this kernel can do: tried out, never guessed from its version.
 
-Asked by `doctor`, by STATUS and, after a failure only, by callers that explain why something
-failed. Everything is tried in a throw-away namespace, so nothing is left and no device of the
-host is touched. An answer has three values; the one that means "I could not find out" is never
-remembered.
+Asked by `doctor`, by STATUS and, after a failure only, by callers that explain why something failed. Everything is
+tried in a throw-away namespace, so nothing is left and no device of the host is touched. An answer has three values;
+the one that means "I could not find out" is never remembered.
 """
 
 import ctypes
@@ -83,9 +82,7 @@ REQUIRED: Final = (
 
 
 class Probe:
-    """Answers about the running kernel; definite ones are remembered for the life of the
-    process.
-    """
+    """Answers about the running kernel; definite ones are remembered for the life of the process."""
 
     def __init__(self) -> None:
         self._known: dict[Feature, Answer] = {}
@@ -106,9 +103,7 @@ class Probe:
 
 
 def load_program(instructions: bytes = _TRIVIAL) -> tuple[Fd | None, int, str]:
-    """Load a classifier without libbpf; gives its descriptor, or None with errno and the
-    verifier's log.
-    """
+    """Load a classifier without libbpf; gives its descriptor, or None with errno and the verifier's log."""
     code = ctypes.create_string_buffer(instructions, len(instructions))
     licence = ctypes.create_string_buffer(b"GPL")
     log = ctypes.create_string_buffer(_LOG_BYTES)
@@ -184,9 +179,7 @@ def _probe_nftables() -> Answer:
 
 
 def _probe_helper(number: int) -> Answer:
-    """Call a helper with wrong arguments: the verifier names an unknown number before it looks
-    at those.
-    """
+    """Call a helper with wrong arguments: the verifier names an unknown number before it looks at those."""
     call = struct.pack("=BBhi", 0x85, 0, 0, number)
     program, error, log = load_program(call + _TRIVIAL)
     if program is not None:
@@ -244,9 +237,7 @@ _PROBES: Final[Mapping[Feature, Callable[[], Answer]]] = {
 
 
 def explain_failure(failure: KernelFailure, feature: Feature) -> PodwireError:
-    """Give the error to raise: Unsupported when the kernel certainly lacks `feature`, else the
-    failure itself.
-    """
+    """Give the error to raise: Unsupported when the kernel certainly lacks `feature`, else the failure itself."""
     # A probe makes a namespace and devices in it, so it is asked after a failure and never before.
     if Probe().ask(feature) is not Answer.NO:
         return failure

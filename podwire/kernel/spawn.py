@@ -60,9 +60,7 @@ class Child:
         return self._pidfd.fileno()
 
     def wait(self, timeout_s: float | None) -> int | None:
-        """Wait for the end; gives the exit status (negative = signal), or None when the time is
-        over.
-        """
+        """Wait for the end; gives the exit status (negative = signal), or None when the time is over."""
         if self._status is None:
             limit = None if timeout_s is None else max(0.0, timeout_s)
             # A pidfd becomes readable at the end of this very process; SIGCHLD would be of all children, and goes to
@@ -210,8 +208,7 @@ def _converse(
 ) -> tuple[bytes, bytes]:
     """Feed the child's input and take its output until it closed both streams or ended.
 
-    A grandchild may keep the streams open for long: what the child itself wrote is in the pipes
-    when it has ended.
+    A grandchild may keep the streams open for long: what the child itself wrote is in the pipes when it has ended.
     """
     stdin, stdout, stderr = pipes
     # A child that does not read its input would block this thread beyond the deadline.

@@ -49,9 +49,7 @@ def write_sysctl(value: str, *parts: str) -> None:
 
 
 def ensure_sysctl(value: str, *parts: str) -> str | None:
-    """Write unless the setting has this value already; gives the value it had, or None when nothing
-    was written.
-    """
+    """Write unless the setting has this value already; gives the value it had, or None when nothing was written."""
     before = read_sysctl(*parts)
     if before == value:
         return None
@@ -60,9 +58,7 @@ def ensure_sysctl(value: str, *parts: str) -> str | None:
 
 
 def sysctl_exists(*parts: str) -> bool:
-    """Tell whether this kernel, in this namespace, has the setting (IPv6 may be compiled out or
-    switched off).
-    """
+    """Tell whether this kernel, in this namespace, has the setting (IPv6 may be compiled out or switched off)."""
     return os.path.exists(_path(parts))
 
 

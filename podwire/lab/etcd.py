@@ -3,15 +3,15 @@
 Used by `lab.labs`. Its files belong to the lab, so it keeps its data when it is stopped or killed and started again.
 """
 
-import os
 import shutil
 import signal
 import socket
 import time
+from functools import partial
 from typing import Final
 
-from podwire.kernel import netns, spawn
-from podwire.lab.state import LabState, describe_process, end_process, is_running
+from podwire.kernel import netns
+from podwire.lab.state import LabState, end_process, is_running, launch
 from podwire.lab.topology import STORE_PORT, LabPlan
 from podwire.model.errors import InvalidRequest, Unavailable
 
@@ -38,30 +38,16 @@ def start_store(plan: LabPlan, state: LabState) -> None:
         return
     directory = plan.directory / "etcd"
     directory.mkdir(mode=0o700, exist_ok=True)
-    # Appended to: a test that kills etcd wants to read afterwards what it said before.
-    log = os.open(
-        plan.directory / _LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
-    )
     hosts = [f"[{address}]" if ":" in address else address for address in plan.store_addresses]
     clients = ",".join(f"http://{host}:{STORE_PORT}" for host in hosts)
-    try:
-        with netns.open_namespace(netns.named_path(plan.underlay_namespace)) as fd:
-            child = spawn.start(
-                [
-                    require_program(),
-                    *("--data-dir", str(directory)),
-                    *("--listen-client-urls", clients, "--advertise-client-urls", clients),
-                    *("--listen-peer-urls", f"http://127.0.0.1:{_PEER_PORT}"),
-                    *("--logger", "zap", "--log-outputs", "stderr"),
-                ],
-                place=spawn.Place(network_fd=fd.fileno()),
-                stdout_fd=log,
-                stderr_fd=log,
-            )
-    finally:
-        os.close(log)
-    state.store = describe_process(child.pid)
-    child.release()
+    command = [
+        require_program(),
+        *("--data-dir", str(directory)),
+        *("--listen-client-urls", clients, "--advertise-client-urls", clients),
+        *("--listen-peer-urls", f"http://127.0.0.1:{_PEER_PORT}"),
+        *("--logger", "zap", "--log-outputs", "stderr"),
+    ]
+    state.store = launch(plan.underlay_namespace, command, plan.directory / _LOG_FILE)
     _wait_until_open(plan, state)
 
 
@@ -75,17 +61,14 @@ def _wait_until_open(plan: LabPlan, state: LabState) -> None:
     address = plan.store_addresses[0]
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     deadline = time.monotonic() + _START_DEADLINE_S
-    with netns.open_namespace(netns.named_path(plan.underlay_namespace)) as fd:
-        while time.monotonic() < deadline and is_running(state.store):
-            connection = netns.run_in(
-                fd.fileno(), lambda: socket.socket(family, socket.SOCK_STREAM)
-            )
-            with connection:
-                connection.settimeout(1)
-                # The port is open before etcd has elected itself leader; until then it refuses writes.
-                if connection.connect_ex((address, STORE_PORT)) == 0 and _is_healthy(connection):
-                    return
-            time.sleep(0.02)
+    underlay = netns.named_path(plan.underlay_namespace)
+    while time.monotonic() < deadline and is_running(state.store):
+        with netns.run_at(underlay, partial(socket.socket, family)) as connection:
+            connection.settimeout(1)
+            # The port is open before etcd has elected itself leader; until then it refuses writes.
+            if connection.connect_ex((address, STORE_PORT)) == 0 and _is_healthy(connection):
+                return
+        time.sleep(0.02)
     end_process(state.store, signal.SIGKILL)
     state.store = None
     log = (plan.directory / _LOG_FILE).read_text(errors="replace").splitlines()[-3:]

@@ -45,8 +45,7 @@ def apply_partitions(plan: LabPlan, pairs: Sequence[tuple[str, str]]) -> None:
         )
         if body:
             commands.append(f"table {family} {TABLE} {{\n{chains}\n}}")
-    with netns.open_namespace(netns.named_path(plan.underlay_namespace)) as fd:
-        netns.run_in(fd.fileno(), lambda: _run_nft("\n".join(commands)))
+    netns.run_at(netns.named_path(plan.underlay_namespace), lambda: _run_nft("\n".join(commands)))
 
 
 # Frames between two ports of a bridge pass only the hooks of family `bridge`, unless br_netfilter is loaded, which

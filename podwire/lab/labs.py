@@ -51,6 +51,10 @@ Place = tuple[str, tuple[str, ...]]
 """Namespace and addresses of a pod, a node or the world."""
 
 
+def say_nothing(_line: str) -> None:
+    """Tell nobody how far a lab has come."""
+
+
 def up(name: str, shape: LabShape, *, progress: Progress = print) -> LabState:
     """Build a lab; Conflict when it is there."""
     plan = plan_lab(name, shape)
@@ -69,8 +73,7 @@ def up(name: str, shape: LabShape, *, progress: Progress = print) -> LabState:
                 states.write_state(state)
                 progress(f"etcd answers at {plan.store_url}")
             if plan.pools:
-                with netns.open_namespace(netns.named_path(plan.underlay_namespace)) as there:
-                    netns.run_in(there.fileno(), partial(_apply_pools, plan))
+                netns.run_at(netns.named_path(plan.underlay_namespace), partial(_apply_pools, plan))
             _start_agents(plan, state, progress)
             states.write_state(state)
             undo.pop_all()

@@ -7,7 +7,6 @@ its paths are the lab's.
 import http.client
 import ipaddress
 import json
-import os
 import signal
 import socket
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from podwire.kernel import netns, spawn
-from podwire.lab.state import LabState, Process, describe_process, end_process, is_running
+from podwire.lab.state import LabState, Process, end_process, is_running, launch
 from podwire.lab.topology import UPLINK, LabPlan, NodePlan, plan_routes, plan_world_routes
 from podwire.model.errors import Unavailable
 
@@ -75,9 +74,9 @@ def create_network(plan: LabPlan) -> None:
 
 
 def _let_forward(namespace: str) -> None:
-    with netns.open_namespace(netns.named_path(namespace)) as fd:
-        for knob in ("ipv4/ip_forward", "ipv6/conf/all/forwarding"):
-            netns.run_in(fd.fileno(), partial(Path(f"/proc/sys/net/{knob}").write_text, "1"))
+    for knob in ("ipv4/ip_forward", "ipv6/conf/all/forwarding"):
+        write = partial(Path(f"/proc/sys/net/{knob}").write_text, "1")
+        netns.run_at(netns.named_path(namespace), write)
 
 
 def _bridge(subnet: int) -> str:
@@ -169,22 +168,8 @@ def start_agent(state: LabState, node: NodePlan, *, wait: bool = True) -> None:
     if running is not None and is_running(running):
         wait_until_ready(node, running)
         return
-    log = os.open(
-        node.directory / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
-    )
-    try:
-        with netns.open_namespace(netns.named_path(node.namespace)) as fd:
-            child = spawn.start(
-                [agent_program(), "--config", str(node.directory / CONFIG_FILE)],
-                place=spawn.Place(network_fd=fd.fileno()),
-                stdout_fd=log,
-                stderr_fd=log,
-            )
-    finally:
-        os.close(log)
-    state.agents[node.name] = describe_process(child.pid)
-    # The agent outlives this process: nobody here will wait for it.
-    child.release()
+    command = [agent_program(), "--config", str(node.directory / CONFIG_FILE)]
+    state.agents[node.name] = launch(node.namespace, command, node.directory / LOG_FILE)
     if wait:
         try:
             wait_until_ready(node, state.agents[node.name])
@@ -194,11 +179,9 @@ def start_agent(state: LabState, node: NodePlan, *, wait: bool = True) -> None:
             raise
 
 
-def wait_until_ready(
-    node: NodePlan, process: Process, deadline_s: float = START_DEADLINE_S
-) -> None:
+def wait_until_ready(node: NodePlan, process: Process) -> None:
     """Wait until the agent says that it is ready; Unavailable shows the end of its log."""
-    deadline = time.monotonic() + deadline_s
+    deadline = time.monotonic() + START_DEADLINE_S
     while not answers(node):
         if not is_running(process) or time.monotonic() > deadline:
             what = "does not answer" if is_running(process) else "ended"
@@ -212,19 +195,24 @@ def wait_until_ready(
 
 def answers(node: NodePlan) -> bool:
     """Ask a node's agent whether it is ready."""
+    return answers_at(node.directory / "api.sock")
+
+
+def answers_at(api_socket: Path) -> bool:
+    """Ask the agent that has this socket whether it is ready."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(5)
-            connection.connect(str(node.directory / "api.sock"))
+            connection.connect(str(api_socket))
             connection.sendall(b"GET /v1/healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             return connection.recv(64).split(b" ", 2)[1:2] == [b"200"]
     except OSError:
         return False
 
 
-def wait_until_joined(plan: LabPlan, deadline_s: float = START_DEADLINE_S) -> None:
+def wait_until_joined(plan: LabPlan) -> None:
     """Wait until every agent has a way to the addresses of every other; Unavailable names one that has not."""
-    deadline = time.monotonic() + deadline_s
+    deadline = time.monotonic() + START_DEADLINE_S
     while missing := _find_missing(plan):
         if time.monotonic() > deadline:
             raise Unavailable(

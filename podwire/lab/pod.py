@@ -17,9 +17,10 @@ import msgspec
 
 from podwire.cni.launcher import AttachFailed
 from podwire.kernel import netns, spawn
+from podwire.lab.node import run_ip
 from podwire.lab.state import LabState, Pod, end_process
 from podwire.lab.topology import WORLD, NodePlan, check_pod_name, pod_namespace
-from podwire.model.errors import Conflict, InvalidRequest, Unavailable
+from podwire.model.errors import Conflict, InvalidRequest
 from podwire.model.installation.shipped import LAUNCHER
 
 NETWORK: Final = "podwire"
@@ -57,7 +58,6 @@ def call_launcher(
     container_id: str = "",
     netns_path: str = "",
     pod: tuple[str, str] = ("", ""),
-    interface: str = INTERFACE,
 ) -> dict[str, Any]:
     """Execute the launcher; gives its answer, or raises AttachFailed with its error."""
     # As containerd passes it (CNI conventions, CNI_ARGS): unknown keys are then no error.
@@ -68,7 +68,7 @@ def call_launcher(
         "CNI_COMMAND": command,
         "CNI_CONTAINERID": container_id,
         "CNI_NETNS": netns_path,
-        "CNI_IFNAME": interface,
+        "CNI_IFNAME": INTERFACE,
         "CNI_PATH": str(Path(launcher_program()).parent),
         "CNI_ARGS": args,
         "PATH": os.environ.get("PATH", "/usr/bin:/bin"),
@@ -117,8 +117,8 @@ def plan_pod(
 
 def attach_pod(node: NodePlan, pod: Pod, extra: Mapping[str, Any] | None = None) -> Pod:
     """Make a pod's namespace and attach it; gives it with its addresses. On failure the caller removes it."""
-    with netns.create_named(pod.netns) as fd:
-        _set_loopback_up(fd.fileno())
+    netns.create_named(pod.netns).close()
+    run_ip(pod.netns, ["link set lo up"])
     result = call_launcher(
         "ADD",
         config=network_config(node, pod.labels, extra),
@@ -160,16 +160,6 @@ def exec_in_pod(netns_name: str, arguments: Sequence[str]) -> NoReturn:
     except OSError as error:
         print(f"error: run {arguments[0]!r}: {error.strerror}", file=sys.stderr)
         sys.exit(126)
-
-
-def _set_loopback_up(namespace_fd: int) -> None:
-    done = spawn.run(
-        ["ip", "link", "set", "lo", "up"],
-        place=spawn.Place(network_fd=namespace_fd),
-        timeout_s=CALL_TIMEOUT_S,
-    )
-    if done.status:
-        raise Unavailable(f"set lo up: {done.stderr.decode().strip()}")
 
 
 def _addresses(result: Mapping[str, Any]) -> tuple[str, ...]:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from podwire.kernel import netns, spawn
+from podwire.kernel.fd import Fd
 from podwire.lab.topology import RUN_ROOT, LabPlan, LabShape, check_lab_name, plan_lab
 from podwire.model.errors import NotFound, StorageFailure, Unavailable
 
@@ -171,6 +173,26 @@ def _open_lock(path: Path, create: bool) -> int:
             os.close(fd)
             raise
         os.close(fd)
+
+
+def launch(namespace: str, command: Sequence[str], log: Path) -> Process:
+    """Start a program in a network namespace, which outlives this process; what it says is added to its log."""
+    # Appended to: a test that kills a program wants to read afterwards what it said before.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    with (
+        Fd(os.open(log, flags, 0o600), str(log)) as output,
+        netns.open_namespace(netns.named_path(namespace)) as fd,
+    ):
+        child = spawn.start(
+            command,
+            place=spawn.Place(network_fd=fd.fileno()),
+            stdout_fd=output.fileno(),
+            stderr_fd=output.fileno(),
+        )
+    process = describe_process(child.pid)
+    # Nobody here will wait for it.
+    child.release()
+    return process
 
 
 def describe_process(pid: int) -> Process:

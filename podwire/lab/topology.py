@@ -286,22 +286,17 @@ def plan_routes(plan: LabPlan, node: NodePlan) -> Sequence[str]:
     Pods of other nodes are the agents' affair.
     """
     if node.subnet == 0:
-        others = [
-            f"route add {network} via {_address(router)} dev {UPLINK}"
-            for subnet in range(1, plan.subnets)
-            for network, router in zip(
-                _networks(plan.shape.underlay_families, subnet), plan.routers[0], strict=True
-            )
-        ]
-        return others + [
-            f"route add default via {via} dev {UPLINK}" for via in plan.world_addresses
-        ]
-    routers = plan.routers[node.subnet]
-    return [f"route add default via {_address(router)} dev {UPLINK}" for router in routers]
+        gateways = plan.world_addresses
+        return [*plan_world_routes(plan), *(_default_by(gateway) for gateway in gateways)]
+    return [_default_by(_address(router)) for router in plan.routers[node.subnet]]
 
 
-def plan_world_routes(plan: LabPlan) -> Sequence[str]:
-    """Give the arguments of `ip` by which the world answers nodes of every subnet."""
+def _default_by(gateway: str) -> str:
+    return f"route add default via {gateway} dev {UPLINK}"
+
+
+def plan_world_routes(plan: LabPlan) -> list[str]:
+    """Give the arguments of `ip` by which the world, which is in the first subnet, reaches the others."""
     return [
         f"route add {network} via {_address(router)} dev {UPLINK}"
         for subnet in range(1, plan.subnets)

@@ -245,8 +245,7 @@ def _socket_of(
     namespace: str, family: socket.AddressFamily, kind: socket.SocketKind, protocol: int
 ) -> socket.socket:
     path = namespace if "/" in namespace else netns.named_path(namespace)
-    with netns.open_namespace(path) as fd:
-        return netns.run_in(fd.fileno(), lambda: socket.socket(family, kind, protocol))
+    return netns.run_at(path, lambda: socket.socket(family, kind, protocol))
 
 
 def _read_line(connection: socket.socket, protocol: str) -> str:

@@ -1,9 +1,17 @@
-"""Compare two networks: every part that asks means the same, and none across families.
+"""Compare two networks, and find the one that an address is in: every part that asks means the same, and none across
+families.
 
 Called by settings, documents, addresses and what other nodes publish. Pure.
 """
 
-from podwire.model.endpoint import IPNetwork
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, TypeVar
+
+from podwire.model.endpoint import IPAddress, IPNetwork
+
+_T = TypeVar("_T")
 
 
 def is_within(inner: IPNetwork, outer: IPNetwork) -> bool:
@@ -23,3 +31,39 @@ def overlap(first: IPNetwork, second: IPNetwork) -> bool:
     if first.prefixlen >= second.prefixlen:
         return is_within(first, second)
     return is_within(second, first)
+
+
+def network_key(version: int, length: int, address: int) -> tuple[int, int, int]:
+    """Give the key of the network of a length that has an address: quicker than making the network."""
+    return version, length, address >> ((32 if version == 4 else 128) - length)
+
+
+@dataclass(frozen=True)
+class NetworkIndex(Generic[_T]):
+    """What is known of networks, to be found by an address in them: by one look-up for each length in use."""
+
+    by_key: Mapping[tuple[int, int, int], _T]
+    """By `network_key`."""
+
+    @cached_property
+    def _lengths(self) -> Sequence[tuple[int, int]]:
+        return sorted({(version, length) for version, length, _ in self.by_key})
+
+    def find(self, address: IPAddress) -> _T | None:
+        """Give what is known of the network that an address is in: of several, of the largest; None of none."""
+        family, number = address.version, int(address)
+        for version, length in self._lengths:
+            key = network_key(version, length, number)
+            if version == family and key in self.by_key:
+                return self.by_key[key]
+        return None
+
+
+def index_networks(known: Iterable[tuple[IPNetwork, _T]]) -> NetworkIndex[_T]:
+    """Make an index; of a network that comes twice the later one counts."""
+    return NetworkIndex(
+        {
+            network_key(network.version, network.prefixlen, int(network.network_address)): value
+            for network, value in known
+        }
+    )

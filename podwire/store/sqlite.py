@@ -9,7 +9,7 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -48,7 +48,7 @@ class SqliteStore:
 
     `open_waker` opens what wakes a watch when another process has written; by default it looks each second. `create`
     false: a file that is missing is a StorageFailure. `open_timeout_s`: how long opening waits for others (None: as
-    long as a write). `now` gives Unix time in seconds.
+    long as a write).
     """
 
     def __init__(
@@ -57,7 +57,6 @@ class SqliteStore:
         *,
         open_waker: OpenWaker = ThreadWaker,
         create: bool = True,
-        now: Callable[[], float] = time.time,
         changes_kept: int = CHANGES_KEPT,
         busy_timeout_s: float = BUSY_TIMEOUT_S,
         open_timeout_s: float | None = None,
@@ -68,7 +67,6 @@ class SqliteStore:
         self._open_waker = open_waker
         blame = f"something else has changed store {str(path)!r}"
         self._make = partial(read_object, blame=blame)
-        self._now = now
         self._changes_kept = changes_kept
         # Two connections: with a write-ahead log (sqlite, "WAL") readers do not wait for the writer, but one
         # connection has one transaction at a time.
@@ -131,7 +129,7 @@ class SqliteStore:
     def create(self, new: StoredObject) -> StoredObject:
         """Write an object that must not exist (else Conflict); gives it with uid, revision and time."""
         document = encode_document(new)
-        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._now()))
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         with self._changing("write") as connection:
             if (present := self._find(connection, new.key)) is not None:
                 raise exists(new.key, present[5])

@@ -180,7 +180,7 @@ def test_dump_of_something_refused_raises(netlink: NetlinkSocket) -> None:
 
 
 def test_answers_of_an_abandoned_exchange_are_dropped(netlink: NetlinkSocket) -> None:
-    netlink._send([(get_link(1), 1)])  # its answer stays in the receive buffer
+    netlink._send([get_link(1)])  # its answer stays in the receive buffer
     assert netlink.find(get_link(9999)) is None
     assert read_link(netlink.get(get_link(1))).name == "lo"
 

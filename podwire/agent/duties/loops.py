@@ -349,7 +349,7 @@ def compare(duties: Duties, endpoint: Endpoint) -> None:
     with duties.turn:
         if endpoint.state in (State.NOT_READY, State.WAITING_TO_REGENERATE):
             # A regeneration is due anyway, which may be about its policy alone: let it look at the device, too.
-            duties.regenerator.retry(endpoint)
+            duties.regenerator.enforcer.retry(endpoint)
         if endpoint.state is not State.READY:
             return
         record = endpoint.record

@@ -128,7 +128,7 @@ class Restorer:
                     "restore endpoint failed; what was in force stays, it is retried",
                     extra={"endpoint": record.id, "error": error.message},
                 )
-                self.regenerator.retry(endpoint)
+                self.regenerator.enforcer.retry(endpoint)
             report.adopted += 1
 
     def _warn_of_foreign(self, inventory: Inventory) -> None:

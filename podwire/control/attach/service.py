@@ -9,7 +9,7 @@ kernel has forgotten it.
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
@@ -46,10 +46,6 @@ Observe = Callable[[str, str, float], None]
 """Told of each step: operation, step, milliseconds."""
 
 
-def _observe_nothing(_op: str, _step: str, _ms: float) -> None:
-    """Time nothing."""
-
-
 @dataclass(frozen=True)
 class AttachService:
     """The attachments of one node."""
@@ -67,7 +63,7 @@ class AttachService:
     status_on_exhaustion: bool = True
     address_wait_s: float = 10.0
     """So long, from the launcher's start on, an ADD waits for a block of addresses."""
-    observe: Observe = _observe_nothing
+    observe: Observe = lambda _op, _step, _ms: None
 
     def add(
         self,
@@ -342,8 +338,7 @@ class AttachService:
         self, endpoint: Endpoint, namespace: PodNamespace, cancelled: Callable[[], bool]
     ) -> None:
         """Do the recipe and commit; on any failure, a cancellation included, take back what was begun."""
-        base = self.context
-        context = Context(base.datapath, base.regenerator, base.host_ports, namespace)
+        context = replace(self.context, namespace=namespace)
         begun: list[Step] = []
         try:
             for step in RECIPES[self.mode]:

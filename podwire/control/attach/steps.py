@@ -37,10 +37,6 @@ class Context:
         return self.namespace
 
 
-def _is_of_every_pod(_record: EndpointRecord) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Step:
     """One step: its name in logs and timings, what it does, what takes it back, and which pods need it."""
@@ -48,7 +44,7 @@ class Step:
     name: str
     do: Callable[[Context, Endpoint], None]
     undo: Callable[[Context, EndpointRecord], None] | None = None
-    is_needed: Callable[[EndpointRecord], bool] = _is_of_every_pod
+    is_needed: Callable[[EndpointRecord], bool] = lambda _record: True
 
 
 def _create_guard(context: Context, endpoint: Endpoint) -> None:

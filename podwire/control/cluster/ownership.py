@@ -19,6 +19,7 @@ from typing import Final
 from podwire.control.cluster.reading import EPOCH_MAX
 from podwire.model.cluster import Claimed, NodeFacts
 from podwire.model.endpoint import IPAddress, IPNetwork
+from podwire.model.networks import NetworkIndex, index_networks, network_key
 
 UNNUMBERED: Final = 0
 """Of a claim whose node gives it no number: an older agent's, so it was there first."""
@@ -140,21 +141,14 @@ def describe_lost(outcome: Outcome, *, only_ranges: bool = False) -> str:
     )
 
 
-def find_cidr_owners(
-    peers: Iterable[NodeFacts], outcome: Outcome
-) -> dict[tuple[int, int, int], str]:
-    """Give the owner of each valid range that lends no addresses, by `network_key`: blocks of pools do lend."""
-    return {
-        network_key(network.version, network.prefixlen, int(network.network_address)): facts.name
+def find_cidr_owners(peers: Iterable[NodeFacts], outcome: Outcome) -> NetworkIndex[str]:
+    """Give the owner of each valid range that lends no addresses: blocks of pools do lend."""
+    return index_networks(
+        (network, facts.name)
         for facts in peers
         for network in outcome.ranges[facts.name]
         if network not in facts.blocks
-    }
-
-
-def network_key(version: int, length: int, address: int) -> tuple[int, int, int]:
-    """Give the key of the network of a length that has an address: quicker than making the network."""
-    return version, length, address >> ((32 if version == 4 else 128) - length)
+    )
 
 
 def _settle_addresses(own: NodeFacts, peers: Sequence[NodeFacts], outcome: Outcome) -> None:

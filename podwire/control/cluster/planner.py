@@ -43,7 +43,7 @@ from podwire.model.cluster import (
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.identity import Reserved
 from podwire.model.ids import IdentityId
-from podwire.model.networks import is_within
+from podwire.model.networks import NetworkIndex, is_within
 
 FORGOTTEN_KEPT: Final = 1024
 """Numbers of so many nodes that are gone are kept (and as many as there are nodes): they may come back."""
@@ -91,8 +91,8 @@ class Planned:
     """By name: what is believed of what the other nodes say of themselves."""
     belief: Belief
     """By which it was decided."""
-    cidr_owners: Mapping[tuple[int, int, int], str] = field(default_factory=dict)
-    """The owner of each valid range, by `ownership.network_key`; blocks are lent, so they are not here."""
+    cidr_owners: NetworkIndex[str]
+    """The owner of each valid range; blocks are lent, so they are not here."""
     lost: str = ""
     """What of this node is another's; "" = nothing. Blocks follow the store by themselves."""
     lost_ranges: str = ""

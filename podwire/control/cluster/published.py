@@ -7,7 +7,6 @@ same.
 """
 
 import ipaddress
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -18,6 +17,7 @@ from podwire.model.documents.reader import Faults
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.identity import CLUSTER_LAST
 from podwire.model.ids import IdentityId
+from podwire.model.networks import index_networks
 from podwire.model.store import ObjectKey, StoredObject, value_of
 from podwire.model.store.kinds import NODE_ENDPOINTS
 
@@ -56,10 +56,10 @@ def encode_endpoints(
     owns it."""
     sections: list[list[str]] = [[] for _ in bases]
     others: list[str] = []
-    finder = _Bases(bases)
+    indexes = index_networks((network, index) for index, network in enumerate(bases))
     # Sorted, so that the same pods make the same text and nothing is written for an order that changed.
     for address, identity in sorted(publication.identities.items(), key=_order):
-        index = finder.find(address)
+        index = indexes.find(address)
         if index is None:
             others.append(f"{address}={identity}")
         else:
@@ -151,24 +151,3 @@ def _is_identity(number: int | None) -> bool:
 
 def _order(item: tuple[IPAddress, IdentityId]) -> tuple[int, int]:
     return item[0].version, int(item[0])
-
-
-class _Bases:
-    """Finds the base that an address is in."""
-
-    def __init__(self, bases: Sequence[IPNetwork]) -> None:
-        ordered = sorted(
-            (network.version, int(network.network_address), index)
-            for index, network in enumerate(bases)
-        )
-        self._bases = bases
-        self._starts = [(version, start) for version, start, _ in ordered]
-        self._indexes = [index for _, _, index in ordered]
-
-    def find(self, address: IPAddress) -> int | None:
-        place = bisect_right(self._starts, (address.version, int(address))) - 1
-        if place < 0:
-            return None
-        index = self._indexes[place]
-        base = self._bases[index]
-        return index if base.version == address.version and address in base else None

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from podwire.control.cluster.ownership import UNNUMBERED, Problem, claimed_ranges, network_key
+from podwire.control.cluster.ownership import UNNUMBERED, Problem, claimed_ranges
 from podwire.control.cluster.planner import UNMANAGED, Planned, route_to_pod
 from podwire.control.cluster.published import Publication
 from podwire.control.cluster.reach import Reach, single
@@ -67,7 +67,6 @@ class RemotePods:
         self._view: View | None = None
         self._own_pods: frozenset[IPAddress] = frozenset()
         self._prefixes: dict[tuple[str, int, int], Prefix] = {}
-        self._cidr_lengths: dict[int, list[int]] = {}
         self._strangers: set[IPAddress] = set()
         """Published addresses in none of their node's ranges: borrowed ones, and wrong ones."""
         self._news: set[IPNetwork] | None = None
@@ -144,11 +143,6 @@ class RemotePods:
         """Take over another plan; gives the rows that differ because of it."""
         before, self._view = self._view, view
         self._prefixes.clear()
-        lengths = {key[:2] for key in view.planned.cidr_owners}
-        self._cidr_lengths = {
-            family: sorted(length for version, length in lengths if version == family)
-            for family in (4, 6)
-        }
         if before is None or before.own != view.own:
             return self._update(self._claimants, view)
         touched = {
@@ -325,12 +319,7 @@ class RemotePods:
         """Give the node in whose own range an address is, "" when it is in none."""
         if address not in self._strangers and len(claimants) < 2:
             return ""  # nearly always
-        version, number, owners = address.version, int(address), view.planned.cidr_owners
-        for length in self._cidr_lengths.get(version, ()):
-            owner = owners.get(network_key(version, length, number))
-            if owner is not None:
-                return owner
-        return ""
+        return view.planned.cidr_owners.find(address) or ""
 
     def _find_refusal(
         self,

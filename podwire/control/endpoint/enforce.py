@@ -192,7 +192,7 @@ class Enforcer:
         left = (_without(failure, endpoint_id) for failure in self.failures)
         self.failures = tuple(failure for failure in left if failure.endpoints)
 
-    def retry(self, endpoint: Endpoint, cause: str) -> None:
+    def retry(self, endpoint: Endpoint, cause: str = "retry after failure") -> None:
         """Have an endpoint regenerated as soon as possible that could not be regenerated before."""
         self.queue.request(endpoint.record.id, Level.REWRITE, cause, self.clock.boottime_ns())
 

@@ -68,12 +68,6 @@ class Regenerator:
         self.queue.finish(regeneration, ok=ok, now_ns=self.clock.boottime_ns())
         return True
 
-    def retry(self, endpoint: Endpoint) -> None:
-        """Put a regeneration that failed outside the queue into it."""
-        self.queue.request(
-            endpoint.record.id, Level.REWRITE, "retry after failure", self.clock.boottime_ns()
-        )
-
     def regenerate_new(self, endpoint: Endpoint) -> None:
         """Do the first regeneration of an endpoint, like `regenerate_now`.
 

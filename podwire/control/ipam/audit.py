@@ -7,16 +7,15 @@ allocator's memory knows it, when its object belongs to this node and no endpoin
 belongs to a node that is gone.
 """
 
-import ipaddress
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from podwire.control.ipam.documents import Block, ClaimedAddress
 from podwire.control.ipam.interface import Holding
 from podwire.control.ipam.pools import Pool
-from podwire.model.endpoint import EndpointRecord, IPAddress, IPNetwork, Phase
+from podwire.model.endpoint import EndpointRecord, IPAddress, Phase
 from podwire.model.ids import EndpointId
-from podwire.model.networks import overlap
+from podwire.model.networks import index_networks, overlap
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ def _find_claim_faults(
 def _find_published_faults(
     view: ClusterView, blocks: Iterable[Block], claimed: Mapping[IPAddress, ClaimedAddress]
 ) -> Iterator[AddressFault]:
-    finder = _Finder(blocks)
+    owners = index_networks((block.cidr, block.node) for block in blocks)
     # This node's publication lags behind its endpoints, and here the endpoints themselves are known.
     published = {**view.published, view.node: view.held}
     first: dict[IPAddress, str] = {}
@@ -154,23 +153,7 @@ def _find_published_faults(
             if other != node:
                 yield AddressFault(str(address), f"nodes {other} and {node} have a pod with it")
             pool = next((pool for pool in view.pools.values() if address in pool.cidr), None)
-            owner = claimed[address].node if address in claimed else finder.find(address)
+            owner = claimed[address].node if address in claimed else owners.find(address)
             if pool is not None and owner != node:
                 whose = f"node {owner} owns it" if owner else "no node owns it"
                 yield AddressFault(str(address), f"a pod of node {node} has it, but {whose}")
-
-
-class _Finder:
-    """Finds the node whose block an address is in."""
-
-    def __init__(self, blocks: Iterable[Block]) -> None:
-        self._nodes: dict[IPNetwork, str] = {block.cidr: block.node for block in blocks}
-        self._lengths = {(network.version, network.prefixlen) for network in self._nodes}
-
-    def find(self, address: IPAddress) -> str:
-        for version, length in self._lengths:
-            if version == address.version:
-                node = self._nodes.get(ipaddress.ip_network((address, length), strict=False))
-                if node:
-                    return node
-        return ""

@@ -1,3 +1,1 @@
-"""Route netlink: pure builders of requests and readers of answers, for links, addresses, routes and
-queues.
-"""
+"""Route netlink: pure builders of requests and readers of answers, for links, addresses, routes and queues."""

@@ -1,8 +1,7 @@
 """Links: make, change, find, list and delete network devices.
 
-Builders give `Request`s for `kernel.netlink.NetlinkSocket`; readers turn bodies of answers into
-`Link`. Pure: nothing here talks to the kernel. Attributes and structures:
-include/uapi/linux/{rtnetlink,if_link}.h.
+Builders give `Request`s for `kernel.netlink.NetlinkSocket`; readers turn bodies of answers into `Link`. Pure: nothing
+here talks to the kernel. Attributes and structures: include/uapi/linux/{rtnetlink,if_link}.h.
 """
 
 import functools
@@ -161,8 +160,7 @@ def set_link(  # noqa: PLR0913 - each is an attribute of the one message
 ) -> Request:
     """Change what is given of an existing device; `name` is only for messages.
 
-    `no_link_local`: IPv6 makes no address itself. Send it before `up`: within one message the
-    kernel does `up` first.
+    `no_link_local`: IPv6 makes no address itself. Send it before `up`: within one message the kernel does `up` first.
     """
     flags, mask = (IFF_UP if up else 0, IFF_UP) if up is not None else (0, 0)
     parts = [_IFINFO.pack(0, 0, index, flags, mask)]

@@ -1,8 +1,7 @@
 """Addresses, routes, policy rules and neighbours.
 
-`Route`, `Neighbour` and `InterfaceAddress` are what is wanted and what is found alike, so a plan
-and a dump can be compared as values. Pure. Attributes and structures:
-include/uapi/linux/{rtnetlink,if_addr,neighbour,fib_rules}.h.
+`Route`, `Neighbour` and `InterfaceAddress` are what is wanted and what is found alike, so a plan and a dump can be
+compared as values. Pure. Attributes and structures: include/uapi/linux/{rtnetlink,if_addr,neighbour,fib_rules}.h.
 """
 
 import functools
@@ -163,9 +162,7 @@ def host_network(address: IPAddress) -> IPNetwork:
 
 
 def add_address(wanted: InterfaceAddress) -> Request:
-    """Add an address: usable at once (no duplicate address detection) and without a route of its
-    own.
-    """
+    """Add an address: usable at once (no duplicate address detection) and without a route of its own."""
     # Duplicate address detection would leave an IPv6 address tentative, and unusable, for about a second (RFC 4862,
     # section 5.4). The kernel's own prefix route would compete with ours.
     return Request(
@@ -196,9 +193,7 @@ def read_address(body: bytes) -> InterfaceAddress:
 
 
 def add_route(wanted: Route, *, replace: bool = False) -> Request:
-    """Add a route; EEXIST when one with this destination, table and metric is there, unless it may
-    be replaced.
-    """
+    """Add a route; EEXIST when one with this destination, table and metric is there, unless it may be replaced."""
     return Request(
         RTM_NEWROUTE,
         NLM_F_CREATE | (NLM_F_REPLACE if replace else NLM_F_EXCL),
@@ -220,9 +215,7 @@ def delete_route(unwanted: Route) -> Request:
 def list_routes(
     family: int, *, table: int = 0, protocol: int = 0, index: int = 0, kind: int = 0
 ) -> Request:
-    """Ask for routes; the kernel itself filters by table, protocol, device and kind where they are
-    given.
-    """
+    """Ask for routes; the kernel itself filters by table, protocol, device and kind where they are given."""
     body = _RTMSG.pack(family, 0, 0, 0, 0, protocol, 0, kind, 0)
     if table:
         body += attribute_u32(_RTA_TABLE, table)

@@ -1,8 +1,7 @@
 """Queues and filters: clsact, cls_bpf by program descriptor, token buckets.
 
-A pod's programs sit in cls_bpf filters with fixed priority and handle, so that attaching again
-replaces in place and no packet sees a gap. Pure. Attributes and structures:
-include/uapi/linux/{rtnetlink,pkt_sched,pkt_cls}.h.
+A pod's programs sit in cls_bpf filters with fixed priority and handle, so that attaching again replaces in place and no
+packet sees a gap. Pure. Attributes and structures: include/uapi/linux/{rtnetlink,pkt_sched,pkt_cls}.h.
 """
 
 import struct
@@ -33,8 +32,7 @@ RTM_NEWTFILTER: Final = 44
 RTM_DELTFILTER: Final = 45
 RTM_GETTFILTER: Final = 46
 FROM_POD_HOOK: Final = 0xFFFFFFF2
-"""Parent of filters for what the device receives: clsact's ingress (TC_H_CLSACT, TC_H_MIN_INGRESS).
-"""
+"""Parent of filters for what the device receives: clsact's ingress (TC_H_CLSACT, TC_H_MIN_INGRESS)."""
 TO_POD_HOOK: Final = 0xFFFFFFF3
 """Parent of filters for what the device sends: clsact's egress (TC_H_CLSACT, TC_H_MIN_EGRESS)."""
 _CLSACT_HANDLE: Final = 0xFFFF0000
@@ -74,9 +72,7 @@ class TokenBucket:
 
 @dataclass(frozen=True, slots=True)
 class QueueDiscipline:
-    """A queue discipline as the kernel reports it; `bucket` only for kind `tbf` (its burst is not
-    reported in bytes).
-    """
+    """A queue discipline as the kernel reports it; rate and limit only of kind `tbf`, whose burst it tells in ticks."""
 
     index: int
     kind: str
@@ -100,9 +96,7 @@ class BpfFilter:
 
 
 def add_clsact(index: int) -> Request:
-    """Give a device the hooks for filters; EEXIST when something sits there already, our own clsact
-    included.
-    """
+    """Give a device the hooks for filters; EEXIST when something sits there already, our own clsact included."""
     body = _TCMSG.pack(0, index, _CLSACT_HANDLE, _CLSACT_PARENT, 0)
     return Request(
         RTM_NEWQDISC,
@@ -173,9 +167,7 @@ def list_filters(index: int, hook: int) -> Request:
 
 
 def read_bpf_filter(body: bytes) -> BpfFilter | None:
-    """Read one answer to `list_filters`; None for what is no cls_bpf filter (or only the head of a
-    chain).
-    """
+    """Read one answer to `list_filters`; None for what is no cls_bpf filter (or only the head of a chain)."""
     (_, index, handle, parent, info), attributes = unpack_body(_TCMSG, body)
     # Each priority's chain is listed once for itself, with handle 0, before its filters.
     if read_text(attributes, _TCA_KIND) != "bpf" or not handle:

@@ -185,10 +185,7 @@ class ApiServer:
             with urllib.request.urlopen(request, timeout=30) as answer:
                 return json.load(answer)
 
-        if self.shape.network is None:
-            return ask()
-        with netns.open_namespace(self.shape.network) as fd:
-            return netns.run_in(fd.fileno(), ask)
+        return ask() if self.shape.network is None else netns.run_at(self.shape.network, ask)
 
     @property
     def _etcd_url(self) -> str:

@@ -7,7 +7,8 @@ import http.client
 import json
 import socket
 import ssl
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -119,7 +120,8 @@ class ApiClient:
         return True
 
     def _connect(self) -> ssl.SSLSocket:
-        raw = self._inside(lambda: socket.socket(_family(self.address), socket.SOCK_STREAM))
+        make = partial(socket.socket, _family(self.address), socket.SOCK_STREAM)
+        raw = make() if self.network is None else netns.run_at(self.network, make)
         try:
             raw.settimeout(_TIMEOUT_S)
             raw.connect((self.address, self.port))
@@ -127,12 +129,6 @@ class ApiClient:
         except BaseException:
             raw.close()
             raise
-
-    def _inside(self, make: Callable[[], socket.socket]) -> socket.socket:
-        if self.network is None:
-            return make()
-        with netns.open_namespace(self.network) as fd:
-            return netns.run_in(fd.fileno(), make)
 
 
 def _family(address: str) -> socket.AddressFamily:

@@ -1,12 +1,10 @@
 """The control plane of a cluster: API server, controller manager and scheduler, where the nodes are joined."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from podwire.lab.kubernetes import programs, ranges
 from podwire.lab.kubernetes.api_server import ApiServer, Shape, User, write_kubeconfig
-from podwire.lab.kubernetes.client import Refused
 from podwire.lab.kubernetes.daemon import Daemon, Place
 
 PORT: Final = 6443
@@ -69,20 +67,11 @@ class ControlPlane:
         self.api.start()
         self.scheduler.start()
         # A pod cannot be created before its namespace has this account.
-        self.controllers.start(self._exists("/api/v1/namespaces/default/serviceaccounts/default"))
+        account = "/api/v1/namespaces/default/serviceaccounts/default"
+        self.controllers.start(lambda: self.api.client.answers(account))
 
     def stop(self) -> None:
         """End all of it."""
         for daemon in (self.scheduler, self.controllers):
             daemon.stop()
         self.api.stop()
-
-    def _exists(self, path: str) -> Callable[[], bool]:
-        def look() -> bool:
-            try:
-                self.api.client.get(path)
-            except (OSError, Refused):
-                return False
-            return True
-
-        return look

@@ -5,11 +5,10 @@ did not get ready does not run any more.
 """
 
 import os
-import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -42,58 +41,30 @@ class Place:
         self, command: Sequence[str], log: int, environment: Mapping[str, str] | None = None
     ) -> spawn.Child:
         """Start a program here."""
-        network, mount = self._open()
-        try:
+        with self._opened() as place:
             child = spawn.start(
-                command,
-                environment=environment,
-                place=_described(network, mount),
-                stdout_fd=log,
-                stderr_fd=log,
+                command, environment=environment, place=place, stdout_fd=log, stderr_fd=log
             )
             self._move_in(child.pid)
             return child
-        finally:
-            _close(network, mount)
 
     def run(
         self, command: Sequence[str], *, input_bytes: bytes = b"", timeout_s: float = 120.0
     ) -> spawn.Completed:
         """Run a program here to its end."""
-        network, mount = self._open()
-        try:
-            return spawn.run(
-                command,
-                input_bytes=input_bytes,
-                place=_described(network, mount),
-                timeout_s=timeout_s,
-            )
-        finally:
-            _close(network, mount)
+        with self._opened() as place:
+            return spawn.run(command, input_bytes=input_bytes, place=place, timeout_s=timeout_s)
 
-    def _open(self) -> tuple[Fd | None, Fd | None]:
-        network = netns.open_namespace(self.network) if self.network else None
-        try:
-            return network, _open_mount(self.mount) if self.mount else None
-        except BaseException:
-            _close(network)
-            raise
-
-
-def _open_mount(path: str) -> Fd:
-    return Fd(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
-
-
-def _described(network: Fd | None, mount: Fd | None) -> spawn.Place:
-    return spawn.Place(
-        network_fd=network.fileno() if network else None, mount_fd=mount.fileno() if mount else None
-    )
-
-
-def _close(*descriptors: Fd | None) -> None:
-    for descriptor in descriptors:
-        if descriptor is not None:
-            descriptor.close()
+    @contextmanager
+    def _opened(self) -> Iterator[spawn.Place]:
+        network_fd = mount_fd = None
+        with ExitStack() as stack:
+            if self.network:
+                network_fd = stack.enter_context(netns.open_namespace(self.network)).fileno()
+            if self.mount:
+                number = os.open(self.mount, os.O_RDONLY | os.O_CLOEXEC)
+                mount_fd = stack.enter_context(Fd(number, self.mount)).fileno()
+            yield spawn.Place(network_fd=network_fd, mount_fd=mount_fd)
 
 
 class Daemon:
@@ -191,8 +162,3 @@ class Daemon:
     def _send(self, number: signal.Signals) -> None:
         if self.process is not None and self.runs:
             os.kill(self.process.pid, number)
-
-
-def remove_tree(directory: Path) -> None:
-    """Remove a directory that may be gone."""
-    shutil.rmtree(directory, ignore_errors=True)

@@ -5,12 +5,12 @@ Used by `cluster` before it makes one and after. Works as well for a cluster who
 
 import contextlib
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from podwire.kernel import netns
-from podwire.lab.kubernetes.daemon import remove_tree
 from podwire.lab.kubernetes.nodes.cgroups import CGROUPS, list_cgroups, remove_cgroups
 from podwire.lab.kubernetes.nodes.machine import end_inhabitants
 
@@ -98,7 +98,7 @@ def remove(name: str) -> None:
     restore_settings(directory)
     for namespace in namespaces:
         netns.delete_named(namespace)
-    remove_tree(directory)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _list_cgroup_names(name: str) -> Sequence[str]:

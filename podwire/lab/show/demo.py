@@ -6,15 +6,15 @@ fact is in the table only when it was seen to hold in this run.
 
 import socket
 import sys
-import threading
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from podwire.kernel import netns
 from podwire.lab import labs, traffic
 from podwire.lab import state as states
+from podwire.lab.show.background import Background, going_on
 from podwire.lab.show.drops import send_forged, wait_for_drop
 from podwire.lab.show.policy import show_policy
 from podwire.lab.show.report import Report, say
@@ -81,7 +81,7 @@ def _show_connectivity(state: LabState, pods: dict[str, Pod], report: Report) ->
             for address in target
             for protocol in ("tcp", "udp")
         ]
-        _add_attempts(report, what, attempts)
+        report.add_attempts(what, attempts)
     world = Pod(
         namespace="lab",
         name="world",
@@ -97,18 +97,10 @@ def _show_connectivity(state: LabState, pods: dict[str, Pod], report: Report) ->
         ]
     finally:
         states.end_process(servers[0].process)
-    _add_attempts(report, "pod to world, masqueraded", attempts)
+    report.add_attempts("pod to world, masqueraded", attempts)
     nodes = set(plan.nodes[0].addresses)
     seen = {attempt.answer.split()[-1] for attempt in attempts if attempt.ok}
     report.add("the world sees the node, not the pod", seen <= nodes, ", ".join(sorted(seen)))
-
-
-def _add_attempts(report: Report, what: str, attempts: list[traffic.Attempt]) -> None:
-    good = [attempt for attempt in attempts if attempt.ok]
-    slowest = max((attempt.ms for attempt in good), default=0.0)
-    failed = "; ".join(attempt.answer for attempt in attempts if not attempt.ok)
-    figure = f"{len(good)} of {len(attempts)}, slowest {slowest:.1f} ms"
-    report.add(what, len(good) == len(attempts), figure + (f" ({failed})" if failed else ""))
 
 
 def _show_spoofing(pods: dict[str, Pod], report: Report) -> None:
@@ -125,7 +117,7 @@ def _show_spoofing(pods: dict[str, Pod], report: Report) -> None:
 
 
 @dataclass
-class _Pinger:
+class _Pinger(Background):
     """Asks a UDP server all the time, and counts what does not come back."""
 
     pod: Pod
@@ -133,7 +125,6 @@ class _Pinger:
     sent: int = 0
     lost: int = 0
     slowest_ms: float = 0.0
-    stop: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
         with traffic.socket_in(self.pod.netns, self.target, "udp") as client:
@@ -151,14 +142,13 @@ class _Pinger:
 
 
 @dataclass
-class _Transfer:
+class _Transfer(Background):
     """One TCP connection between two pods that moves data all the time."""
 
     source: Pod
     target: Pod
     moved_bytes: int = 0
     error: str = ""
-    stop: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
         address = self.target.addresses[0]
@@ -193,21 +183,13 @@ def _show_restarts(pods: dict[str, Pod], report: Report) -> None:
     say(f"node1's agent is killed and started {RESTARTS} times while a ping and a transfer run")
     pinger = _Pinger(pods["client"], pods["web"].addresses[0])
     transfer = _Transfer(pods["client"], pods["remote"])
-    threads = [threading.Thread(target=pinger.run), threading.Thread(target=transfer.run)]
-    for thread in threads:
-        thread.start()
     ready_ms = []
-    try:
+    with going_on(pinger, transfer):
         for _ in range(RESTARTS):
             labs.change_agent(LAB, "node1", "kill")
             begin = time.perf_counter()
             labs.change_agent(LAB, "node1", "start")
             ready_ms.append((time.perf_counter() - begin) * 1e3)
-    finally:
-        pinger.stop.set()
-        transfer.stop.set()
-        for thread in threads:
-            thread.join()
     figure = f"{pinger.lost} of {pinger.sent} lost, slowest {pinger.slowest_ms:.1f} ms"
     report.add(f"ping across {RESTARTS} kill -9 of the agent", pinger.lost == 0, figure)
     figure = transfer.error or f"{transfer.moved_bytes / 1e6:.0f} MB, one connection"

@@ -8,6 +8,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from podwire.kernel import netns
@@ -42,11 +43,8 @@ def send_forged(namespace: str, source: str, target: str) -> None:
         *(0x45, 0, 20 + len(udp), 1, 0, 64, socket.IPPROTO_UDP, 0),
         *(socket.inet_aton(source), socket.inet_aton(target)),
     )
-    with netns.open_namespace(netns.named_path(namespace)) as fd:
-        raw = netns.run_in(
-            fd.fileno(), lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW)
-        )
-    with raw:
+    open_raw = partial(socket.socket, socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW)
+    with netns.run_at(netns.named_path(namespace), open_raw) as raw:
         raw.sendto(head + udp, (target, 0))
 
 

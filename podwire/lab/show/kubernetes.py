@@ -8,10 +8,9 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from podwire.lab import traffic
@@ -20,6 +19,7 @@ from podwire.lab.kubernetes import pods, residue
 from podwire.lab.kubernetes.cluster import Cluster, ClusterShape
 from podwire.lab.kubernetes.networks.agents import ROOT
 from podwire.lab.kubernetes.networks.installed import Podwire
+from podwire.lab.show.background import Background, going_on, wait_until
 from podwire.lab.show.report import Report, say
 from podwire.model.errors import PodwireError
 
@@ -54,14 +54,13 @@ class _Pods:
 
 
 @dataclass
-class _Asker:
+class _Asker(Background):
     """Opens one connection after the other from the client, and counts those that fail."""
 
     network: str
     address: str
     asked: int = 0
     failed: int = 0
-    stop: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
         while not self.stop.wait(_EVERY_S):
@@ -123,10 +122,7 @@ def _show_connectivity(made: _Pods, report: Report) -> None:
     for what, node in (("same node", "node1"), ("other node", "node2")):
         addresses = [pod["status"]["podIP"] for pod in made.web if pod["spec"]["nodeName"] == node]
         attempts = [traffic.connect(made.client, address, 80) for address in addresses]
-        good = [attempt for attempt in attempts if attempt.ok]
-        slowest = max((attempt.ms for attempt in good), default=0.0)
-        figure = f"{len(good)} of {len(attempts)}, slowest {slowest:.1f} ms"
-        report.add(f"pods reach pods, {what}", bool(good) and len(good) == len(attempts), figure)
+        report.add_attempts(f"pods reach pods, {what}", attempts)
 
 
 def _show_policy(cluster: Cluster, network: Podwire, made: _Pods, report: Report) -> None:
@@ -154,12 +150,11 @@ def _show_policy(cluster: Cluster, network: Podwire, made: _Pods, report: Report
 
 def _wait_until_answers(network: str, address: str, expected: bool) -> bool:
     """Wait until the address answers, or does not; False when it does not come to that in time."""
-    until_s = time.monotonic() + _CUT_DEADLINE_S
-    while traffic.connect(network, address, 80, timeout_s=_ASK_TIMEOUT_S).ok is not expected:
-        if time.monotonic() > until_s:
-            return False
-        time.sleep(_EVERY_S)
-    return True
+    return wait_until(
+        lambda: traffic.connect(network, address, 80, timeout_s=_ASK_TIMEOUT_S).ok is expected,
+        _CUT_DEADLINE_S,
+        _EVERY_S,
+    )
 
 
 def _show_rollout(cluster: Cluster, made: _Pods, report: Report) -> None:
@@ -168,16 +163,11 @@ def _show_rollout(cluster: Cluster, made: _Pods, report: Report) -> None:
     cluster.apply(standing)
     (pod,) = cluster.wait_for_pods(1, selector="app=standing")
     asker = _Asker(made.client, str(pod["status"]["podIP"]))
-    thread = threading.Thread(target=asker.run)
-    thread.start()
-    try:
+    with going_on(asker):
         cluster.kubectl("rollout", "restart", "deployment/web")
         killed = [_kill_agents(cluster, node.name) for node in cluster.nodes]
         cluster.kubectl("rollout", "status", "deployment/web", "--timeout=180s")
         cluster.wait_for_pods(REPLICAS, selector="app=web")
-    finally:
-        asker.stop.set()
-        thread.join()
     old = {pod["metadata"]["uid"] for pod in made.web}
     new = cluster.wait_for_pods(REPLICAS, selector="app=web")
     renewed = not old & {pod["metadata"]["uid"] for pod in new}

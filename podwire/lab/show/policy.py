@@ -5,15 +5,15 @@ Called by `lab.show.demo`. Everything is done by the commands that a person woul
 
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from podwire.kernel import spawn
 from podwire.lab import traffic
+from podwire.lab.show.background import Background, going_on, wait_until
 from podwire.lab.show.drops import wait_for_drop
 from podwire.lab.state import Pod
 from podwire.model.errors import Unavailable
@@ -37,14 +37,13 @@ Add = Callable[[str, bool, str], None]
 
 
 @dataclass
-class _Asker:
+class _Asker(Background):
     """Asks a UDP server all the time on one flow, and remembers when an answer last came."""
 
     pod: Pod
     target: str
     last_answer_s: float = 0.0
     answered: int = 0
-    stop: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
         with traffic.socket_in(self.pod.netns, self.target, "udp") as client:
@@ -64,9 +63,7 @@ def show_policy(lab: str, pods: dict[str, Pod], add: Add) -> None:
     """Apply a policy to a running flow and take it away again."""
     web, client = pods["web"], pods["client"]
     asker = _Asker(client, web.addresses[0])
-    thread = threading.Thread(target=asker.run)
-    thread.start()
-    try:
+    with going_on(asker):
         _until(lambda: asker.answered > 0)
         run_podwire(lab, "apply", "-f", "-", stdin=ONLY_PROXY)
         # Not from its beginning: on a busy machine the command takes a second to start.
@@ -78,9 +75,6 @@ def show_policy(lab: str, pods: dict[str, Pod], add: Add) -> None:
             cut_ms < 1000,
             f"last answer {cut_ms:.0f} ms after `podwire apply` answered",
         )
-    finally:
-        asker.stop.set()
-        thread.join()
     _show_drop(lab, web, client, add)
     _show_trace(lab, add)
     run_podwire(lab, "delete", "networkpolicy", "web-only-from-proxy")
@@ -128,7 +122,5 @@ def run_podwire(lab: str, *arguments: str, stdin: str = "", may_fail: bool = Fal
     return done.stdout.decode()
 
 
-def _until(holds: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + _CUT_DEADLINE_S
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(_EVERY_S)
+def _until(holds: Callable[[], bool]) -> None:
+    wait_until(holds, _CUT_DEADLINE_S, _EVERY_S)

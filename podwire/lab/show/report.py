@@ -1,6 +1,9 @@
 """The table that a demo ends in: a fact is in it only when it was seen to hold, or not to, in this run."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from podwire.lab.traffic import Attempt
 
 
 @dataclass
@@ -22,6 +25,15 @@ class Report:
         """Note a fact, and say it at once."""
         self.lines.append(Shown(what, ok, figure))
         print(f"    {'ok' if ok else 'FAILED'}: {what}: {figure}", flush=True)
+
+    def add_attempts(self, what: str, attempts: Sequence[Attempt]) -> None:
+        """Note whether all of some connections came about, and the slowest."""
+        good = [attempt for attempt in attempts if attempt.ok]
+        slowest = max((attempt.ms for attempt in good), default=0.0)
+        failed = "; ".join(attempt.answer for attempt in attempts if not attempt.ok)
+        figure = f"{len(good)} of {len(attempts)}, slowest {slowest:.1f} ms"
+        holds = bool(good) and len(good) == len(attempts)
+        self.add(what, holds, figure + (f" ({failed})" if failed else ""))
 
     @property
     def holds(self) -> bool:

@@ -4,14 +4,13 @@ Called by `lab.show.demo`, without Kubernetes: a Service that chooses pods by th
 """
 
 import json
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 from podwire.lab import traffic
+from podwire.lab.show.background import Background, going_on, wait_until
 from podwire.lab.show.policy import Add, run_podwire
 from podwire.lab.state import Pod
 
@@ -43,13 +42,12 @@ _DEADLINE_S: Final = 60.0
 
 
 @dataclass
-class _Asker:
+class _Asker(Background):
     """Asks the service all the time, each time by a connection of its own; counts who answered and what was lost."""
 
     pod: Pod
     answers: Counter[str] = field(default_factory=Counter)
     lost: int = 0
-    stop: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
         while not self.stop.wait(_EVERY_S):
@@ -122,23 +120,16 @@ def _show_trace(lab: str, add: Add) -> None:
 
 def _show_back_end_going(lab: str, pods: dict[str, Pod], add: Add) -> None:
     asker = _Asker(pods["client"])
-    thread = threading.Thread(target=asker.run)
-    thread.start()
-    try:
+    with going_on(asker):
         _wait_for(lambda: len(asker.answers) == 2)
         remote = pods["remote"]
         run_podwire(lab, "endpoint", "label", remote.full_name, "part-", "--node", remote.node)
         _wait_for(lambda: _count_back_ends(lab, pods["client"].node) == len(ADDRESSES))
         before = asker.answers["default/web"]
         _wait_for(lambda: asker.answers["default/web"] >= before + _ASKED)
-    finally:
-        asker.stop.set()
-        thread.join()
     asked = asker.answers.total() + asker.lost
     add("a back end goes, and no question is lost", not asker.lost, f"{asker.lost} of {asked} lost")
 
 
 def _wait_for(holds: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + _DEADLINE_S
-    while not holds() and time.monotonic() < until_s:
-        time.sleep(_EVERY_S)
+    wait_until(holds, _DEADLINE_S, _EVERY_S)

@@ -1,9 +1,8 @@
 """Requests to etcd's JSON gateway: the endpoint that works, the deadline, the credentials, and what failures mean.
 
 Used by `store.etcd.cluster` on its loop. Knows nothing of keys. Must never wait longer than the deadline, nor repeat
-requests with a password that was refused. Invariant: an answer of etcd comes back as it is (Refused when etcd
-refuses). Everything else is Unavailable with each endpoint that was tried, or InvalidConfiguration when waiting cannot
-help.
+requests with a password that was refused. Invariant: an answer of etcd comes back as it is (Refused when etcd refuses).
+Everything else is Unavailable with each endpoint that was tried, or InvalidConfiguration when waiting cannot help.
 """
 
 import asyncio

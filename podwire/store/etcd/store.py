@@ -8,7 +8,7 @@ import asyncio
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Final
@@ -45,7 +45,7 @@ class EtcdStore:
     """Objects in the etcd that answers at `endpoints` (HOST:PORT each).
 
     One that is away now is no error: each call asks anew. `create` false: one without anything of ours is a
-    StorageFailure. `now` gives Unix time in seconds. Raises InvalidConfiguration, NewerData and StorageFailure.
+    StorageFailure. Raises InvalidConfiguration, NewerData and StorageFailure.
     """
 
     def __init__(
@@ -54,13 +54,11 @@ class EtcdStore:
         access: StoreAccess | None = None,
         *,
         create: bool = True,
-        now: Callable[[], float] = time.time,
         deadline_s: float = DEADLINE_S,
         idle_s: float = IDLE_S,
     ) -> None:
         access = access or StoreAccess()
         check_access(access)
-        self._now = now
         self._deadline_s = deadline_s
         self._idle_s = idle_s
         self._local = threading.local()
@@ -212,7 +210,7 @@ class EtcdStore:
         self._cluster.close()
 
     def _stamp(self) -> str:
-        return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._now()))
+        return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
     async def _check(self, timeout_s: float) -> None:
         with suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""What a cluster's pods are attached by: a network is put on each node and taken off again."""
+"""What a cluster's pods are attached by: a network is put on each node."""
 
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,9 +19,6 @@ class Network(Protocol):
     def install(self, cluster: "Cluster", node: "Node") -> None:
         """Put it on a node, whose pod CIDR is known."""
 
-    def uninstall(self, cluster: "Cluster", node: "Node") -> None:
-        """Take it off a node."""
-
 
 class Nothing:
     """No network: somebody else brings one."""
@@ -33,7 +30,4 @@ class Nothing:
         """Do nothing."""
 
     def install(self, cluster: "Cluster", node: "Node") -> None:
-        """Do nothing."""
-
-    def uninstall(self, cluster: "Cluster", node: "Node") -> None:
         """Do nothing."""

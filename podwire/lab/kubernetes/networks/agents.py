@@ -1,7 +1,6 @@
 """podwire on the nodes as plain processes of the checkout: to try an agent without an image."""
 
 import json
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -11,7 +10,7 @@ import yaml
 from podwire.lab.kubernetes.daemon import Daemon
 from podwire.lab.kubernetes.networks.reference import copy_plugins
 from podwire.lab.kubernetes.nodes.services import CONF_DIRECTORY, PLUGIN_DIRECTORY
-from podwire.lab.node import agent_program
+from podwire.lab.node import agent_program, answers_at
 from podwire.model.errors import NotFound
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class PlainAgents:
             place=machine.place,
         )
         self.agents[node.name] = agent
-        agent.start(lambda: asks_well(node))
+        agent.start(lambda: answers_at(machine.path(API_SOCKET)))
         copy_plugins(node, ("loopback",))
         machine.install(f"{PLUGIN_DIRECTORY}/podwire-cni", LAUNCHER)
         document = {
@@ -85,11 +84,6 @@ class PlainAgents:
         }
         machine.write(_FILE, json.dumps(document))
 
-    def uninstall(self, cluster: "Cluster", node: "Node") -> None:
-        """Remove the conflist and end the agent."""
-        node.machine.path(_FILE).unlink(missing_ok=True)
-        self.agents.pop(node.name).stop()
-
 
 def read_definitions() -> list[dict[str, Any]]:
     """Read the CRDs of the manifest; none where there is no manifest."""
@@ -101,15 +95,3 @@ def read_definitions() -> list[dict[str, Any]]:
         for document in documents
         if document and document["kind"] == "CustomResourceDefinition"
     ]
-
-
-def asks_well(node: "Node") -> bool:
-    """Ask a node's agent whether it is ready."""
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(5)
-            connection.connect(str(node.machine.path(API_SOCKET)))
-            connection.sendall(b"GET /v1/healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            return connection.recv(64).split(b" ", 2)[1:2] == [b"200"]
-    except OSError:
-        return False

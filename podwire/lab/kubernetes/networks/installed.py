@@ -119,9 +119,6 @@ class Podwire:
     def install(self, cluster: "Cluster", node: "Node") -> None:
         """Wait for nothing: the agent's pod installs it."""
 
-    def uninstall(self, cluster: "Cluster", node: "Node") -> None:
-        """Nothing for a node alone: `remove` takes podwire off the cluster."""
-
     def remove(self, cluster: "Cluster") -> None:
         """Take podwire off as docs/kubernetes.md says, when its pods are gone: agents, then what they left on nodes."""
         uninstall = str(self.manifest.with_name(UNINSTALL))

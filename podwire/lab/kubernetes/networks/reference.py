@@ -58,10 +58,6 @@ class Ptp:
         }
         node.machine.write(self._file, json.dumps(document))
 
-    def uninstall(self, cluster: "Cluster", node: "Node") -> None:
-        """Remove the network's configuration; the plugins stay, DEL needs them."""
-        node.machine.path(self._file).unlink(missing_ok=True)
-
 
 def copy_plugins(node: "Node", names: tuple[str, ...]) -> None:
     """Copy reference plugins to a node."""

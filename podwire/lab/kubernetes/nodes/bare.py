@@ -119,7 +119,7 @@ def raised(
     shape = LabShape(nodes=nodes, families="4", store="etcd")
     plan = plan_lab(name, shape)
     with contextlib.suppress(NotFound):
-        labs.down(name, progress=_quiet)
+        labs.down(name, progress=labs.say_nothing)
     plan.directory.mkdir(mode=0o700, parents=True)
     states.write_state(LabState(name=name, shape=shape))
     try:
@@ -138,7 +138,7 @@ def raised(
         finally:
             api.stop()
     finally:
-        labs.down(name, progress=_quiet)
+        labs.down(name, progress=labs.say_nothing)
 
 
 def _start_api(plan: LabPlan) -> ApiServer:
@@ -182,7 +182,3 @@ def _wait(look: Any, what: str) -> None:
         if time.monotonic() > until_s:
             raise Unavailable(f"wait for {what}: not within {_DEADLINE_S:g} s")
         time.sleep(LOOK_S)
-
-
-def _quiet(_line: str) -> None:
-    pass

@@ -158,20 +158,18 @@ class Machine:
 
     def write(self, inside: str, text: str, *, mode: int = 0o644) -> None:
         """Write one of the node's own files by rename: a process that watches the directory expects whole files."""
-        path = self.path(inside)
-        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.new")
-        temporary.write_text(text)
-        temporary.chmod(mode)
-        temporary.rename(path)
+        self._put(inside, text.encode(), mode)
 
     def install(self, inside: str, source: Path) -> None:
         """Copy a program to the node."""
+        self._put(inside, source.read_bytes(), 0o755)
+
+    def _put(self, inside: str, data: bytes, mode: int) -> None:
         path = self.path(inside)
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.new")
-        temporary.write_bytes(source.read_bytes())
-        temporary.chmod(0o755)
+        temporary.write_bytes(data)
+        temporary.chmod(mode)
         temporary.rename(path)
 
 

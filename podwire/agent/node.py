@@ -384,7 +384,7 @@ def _compose(opened: Opened, clock: KernelClock) -> Node:  # size: the object gr
         named=cluster.named_identities,
     )
     return Node(
-        **vars(opened) | {"clock": clock},
+        **vars(opened),
         table=table,
         ipam=ipam,
         endings=endings,

@@ -12,6 +12,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Final
 
+import msgspec
+
 from podwire.agent import measured
 from podwire.agent.config_reload import LiveConfig
 from podwire.agent.duties.address_source import open_addresses
@@ -384,7 +386,7 @@ def _compose(opened: Opened, clock: KernelClock) -> Node:  # size: the object gr
         named=cluster.named_identities,
     )
     return Node(
-        **vars(opened),
+        **msgspec.structs.asdict(opened),
         table=table,
         ipam=ipam,
         endings=endings,

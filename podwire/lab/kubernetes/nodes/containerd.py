@@ -56,4 +56,4 @@ class ContainerdSettings(msgspec.Struct, frozen=True):
 
     def write(self) -> str:
         """Write the configuration file's text."""
-        return _SETTINGS.format(pause=PAUSE_IMAGE, **self.__dict__)
+        return _SETTINGS.format(pause=PAUSE_IMAGE, **msgspec.structs.asdict(self))

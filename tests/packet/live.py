@@ -160,6 +160,7 @@ def _silence(host: NetlinkSocket, endpoints: Sequence[Endpoint]) -> None:
 def live_pods(rig: Rig, *endpoints: Endpoint, host_name: str = "host") -> Iterator[LiveHost]:
     """Make a host namespace and one for each endpoint, connected and configured; metrics count from here on."""
     rig.forget_metrics()
+    rig.has_pieces = True
     with ExitStack() as stack:
         host_name = f"{leavings.NAME}-{host_name}"
         host = LiveHost(host_name, stack.enter_context(_named(host_name)), {})

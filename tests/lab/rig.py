@@ -18,10 +18,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from podwire.model.closing import Closing
 from tests import leavings, waiting
+from tests.lab.agent_forks import AgentForks, ForkedAgent
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 LAUNCHER: Final = ROOT / "build" / "bin" / "podwire-cni"
@@ -90,12 +91,14 @@ class Rig(Closing):
         self.name = leavings.new_name()
         self.directory = Path("/run") / self.name
         self.bpf = Path("/sys/fs/bpf") / self.name
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | ForkedAgent] = []
         self._namespaces: list[str] = []
         self._numbers = itertools.count(1)
-        self.agent: subprocess.Popen[bytes] | None = None
+        self.agent: subprocess.Popen[bytes] | ForkedAgent | None = None
         self.agent_command: tuple[str, ...] = (sys.executable, *AGENT)
         """What `start` runs; a test may want another build's."""
+        self.forks: AgentForks | None = None
+        """Where `start` gets agents of this build from instead, if a test starts hundreds."""
         self.directory.mkdir(mode=0o700)
         self.log = self.directory / "agent.log"
         self._config = self.directory / "agent.toml"
@@ -141,23 +144,26 @@ class Rig(Closing):
                 "PWT_CRASH_ARM": str(self.directory / "armed"),
             }
         with self.log.open("ab") as log:
-            self.agent = subprocess.Popen(
-                [
-                    "nsenter",
-                    f"--net=/run/netns/{self.name}",
-                    *program,
-                    "--config",
-                    str(self._config),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                cwd=ROOT,
-            )
+            if self.forks is not None:
+                self.agent = self.forks.start(self.name, str(self._config), log, environment)
+            else:
+                self.agent = self._execute(program, log, environment)
         self._processes.append(self.agent)
         if wait:
             self.wait_ready()
+
+    def _execute(
+        self, program: Sequence[str], log: IO[bytes], environment: Mapping[str, str]
+    ) -> "subprocess.Popen[bytes]":
+        entering = "nsenter", f"--net=/run/netns/{self.name}"
+        return subprocess.Popen(
+            [*entering, *program, "--config", str(self._config)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            cwd=ROOT,
+        )
 
     @property
     def crash_log(self) -> Path:

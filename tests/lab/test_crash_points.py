@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.lab.agent_forks import AgentForks
 from tests.lab.rig import Outcome, Rig, run, wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(1800)]
@@ -32,7 +33,8 @@ CONFIG = {KEPT: asking_for(8081), VICTIM: asking_for(8080)}
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    with Rig() as made:
+    with AgentForks() as forks, Rig() as made:
+        made.forks = forks
         yield made
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.lab.agent_forks import AgentForks
 from tests.lab.rig import Outcome, Rig
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(6 * 3600)]
@@ -215,7 +216,8 @@ WEIGHTS: dict[Step, int] = {
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    with Rig() as made:
+    with AgentForks() as forks, Rig() as made:
+        made.forks = forks
         yield made
 
 

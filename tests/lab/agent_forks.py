@@ -1,0 +1,97 @@
+"""Agents as forks of one process that has imported all: that takes half of a start, and crash tests start hundreds.
+
+`AgentForks` starts that process (tests.lab.forking) and asks it for agents; `ForkedAgent` is one of them, with what
+tests need of `subprocess.Popen`. The process ends with the connection to the test; its agents are the rig's to end.
+"""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import IO, Final
+
+from podwire.model.closing import Closing
+
+ORDER_MAX_BYTES: Final = 1 << 16
+
+
+class ForkedAgent:
+    """One agent; its end is noticed by a descriptor of the process, its exit code is asked for."""
+
+    stdin: IO[bytes] | None = None
+    stdout: IO[bytes] | None = None
+    stderr: IO[bytes] | None = None
+
+    def __init__(self, pid: int, forks: "AgentForks") -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._forks = forks
+        self._process_fd = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """Give the exit code (of a signal: its number, negative), None while the process lives."""
+        return self._look(0.0)
+
+    def wait(self, timeout: float) -> int:
+        """Wait for the end and give the exit code; TimeoutError after so many seconds."""
+        code = self._look(timeout)
+        if code is None:
+            raise TimeoutError(f"the agent {self.pid} did not end within {timeout:g} s")
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._process_fd, number)
+
+    def kill(self) -> None:
+        """Kill the process, unless it has ended."""
+        self.send_signal(signal.SIGKILL)
+
+    def _look(self, wait_s: float) -> int | None:
+        if self.returncode is None:
+            ended = select.poll()
+            ended.register(self._process_fd, select.POLLIN)
+            if not ended.poll(wait_s * 1000):
+                return None
+            self.returncode = self._forks.collect(self.pid)
+            os.close(self._process_fd)
+        return self.returncode
+
+
+class AgentForks(Closing):
+    """The process that agents are forked from, until `close`."""
+
+    def __init__(self) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.lab.forking", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def start(
+        self, namespace: str, config: str, log: IO[bytes], environment: Mapping[str, str]
+    ) -> ForkedAgent:
+        """Start an agent in a named network namespace; with PWT_CRASH_AT in `environment`, one that dies there."""
+        order = {"namespace": namespace, "config": config, "environment": dict(environment)}
+        socket.send_fds(self._channel, [json.dumps(order).encode()], [log.fileno()])
+        return ForkedAgent(self._answer(), self)
+
+    def collect(self, pid: int) -> int:
+        """Give the exit code of an agent that has ended."""
+        self._channel.send(json.dumps({"ended": pid}).encode())
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process."""
+        self._channel.close()
+        self._process.wait()
+
+    def _answer(self) -> int:
+        return int(self._channel.recv(ORDER_MAX_BYTES))

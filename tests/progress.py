@@ -13,7 +13,7 @@ from typing import Final
 
 import pytest
 from xdist.remote import Producer
-from xdist.workermanage import WorkerController
+from xdist.workermanage import WorkerController, parse_tx_spec_config
 
 from tests.spread import Spreading, expect_seconds, group_of, write_seconds
 
@@ -67,6 +67,11 @@ class Course:
         return max(sum(left) / self.workers, *left) if left else 0.0
 
 
+def count_workers(config: pytest.Config) -> int:
+    """Tell how many workers `--tx` asks for: one option may stand for several (`6*popen`)."""
+    return len(parse_tx_spec_config(config))
+
+
 def clock(seconds: float) -> str:
     """Write a time as minutes and seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
@@ -81,7 +86,7 @@ class Progress:
         self._ended = threading.Event()
         self._since_s: dict[str, float] = {}
         """When each test began that runs now."""
-        self._course = Course(len(config.getoption("tx")))
+        self._course = Course(count_workers(config))
         self._teller = threading.Thread(target=self._tell, name="progress", daemon=True)
         self._tests = 0
 

@@ -1,8 +1,11 @@
 """What `scripts/test` says of the time that is left (tests/progress.py)."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 
-from tests.progress import Course, Group
+from tests.progress import Course, Group, count_workers
 
 EXPECTED_S = 100.0
 
@@ -46,3 +49,11 @@ def test_what_a_running_test_has_taken_is_not_to_come() -> None:
 
 def test_a_run_of_nothing_has_nothing_left() -> None:
     assert Course(2).left_s({}) == 0
+
+
+@pytest.mark.parametrize(
+    ("tx", "workers"), [(["6*popen//python=python3"], 6), (["popen", "2*popen"], 3)], ids=str
+)
+def test_each_worker_is_counted(tx: list[str], workers: int) -> None:
+    config = SimpleNamespace(getvalue=lambda name: tx if name == "tx" else None)
+    assert count_workers(cast(pytest.Config, config)) == workers

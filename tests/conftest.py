@@ -68,7 +68,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     _choose_cases(config)
-    if _may_leave_something() and not _is_worker(config):
+    if _may_leave_something() and not _is_worker(config) and not config.option.collectonly:
         for left in leavings.remove_leavings():
             print(f"removed what a run left that was killed: {left}")
     leavings.mark_children()

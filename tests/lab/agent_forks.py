@@ -1,7 +1,7 @@
-"""Agents as forks of one process that has imported all: that takes half of a start, and crash tests start hundreds.
+"""Agents that are forked from one process, which has imported everything. Crash tests start hundreds of agents.
 
-`AgentForks` starts that process (tests.lab.forking) and asks it for agents; `ForkedAgent` is one of them, with what
-tests need of `subprocess.Popen`. The process ends with the connection to the test; its agents are the rig's to end.
+`AgentForks` starts that process (tests.lab.forking) and asks it for agents. `ForkedAgent` is one of them, with what
+tests need of `subprocess.Popen`. The process ends when the test closes the connection; its agents are ended by the rig.
 """
 
 import json
@@ -20,7 +20,7 @@ ORDER_MAX_BYTES: Final = 1 << 16
 
 
 class ForkedAgent:
-    """One agent; its end is noticed by a descriptor of the process, its exit code is asked for."""
+    """One agent. A descriptor of the process tells that it has ended; its parent is asked for the exit code."""
 
     stdin: IO[bytes] | None = None
     stdout: IO[bytes] | None = None
@@ -94,4 +94,6 @@ class AgentForks(Closing):
         self._process.wait()
 
     def _answer(self) -> int:
-        return int(self._channel.recv(ORDER_MAX_BYTES))
+        answer = self._channel.recv(ORDER_MAX_BYTES)
+        assert answer, "the process that forks agents has ended; what it said is on stderr"
+        return int(answer)

@@ -1,6 +1,6 @@
 """The process from which `tests.lab.agent_forks` has agents forked.
 
-What is forked has run nothing yet and has one thread, so an agent begins as it does elsewhere.
+It has one thread and has only imported modules, so that an agent begins with `main`, as one does that is executed.
 """
 
 import importlib
@@ -39,7 +39,7 @@ def serve(channel: socket.socket) -> None:
 
 
 def _become_agent(order: Mapping[str, object], log_fd: int) -> NoReturn:
-    """Be an agent until it ends. Never returns: what is behind the call belongs to the process that forks."""
+    """Be an agent until it ends. Never returns: the code behind the call is that of the process that forks."""
     code: object = 1
     try:
         os.dup2(log_fd, sys.stdout.fileno())

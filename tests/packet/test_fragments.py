@@ -55,6 +55,17 @@ def test_fragments_in_order_pass_as_one_flow(rig: Rig, version: int) -> None:
     assert value.packets == (2, 0)
 
 
+def test_the_rig_forgets_pieces_and_looks_for_none_behind_whole_packets(
+    rig: Rig, version: int
+) -> None:
+    rig.sent(A, first(version))
+    rig.reset()
+    assert rig.sent(A, later(version)).reason == DropReason.FRAGMENT
+    rig.reset()
+    rig.sent(A, ipv4(A.ipv4, B.ipv4, WHOLE) if version == 4 else ipv6(A.ipv6, B.ipv6, WHOLE))
+    assert not rig.has_pieces
+
+
 def test_a_later_fragment_that_comes_first_is_refused(rig: Rig, version: int) -> None:
     outcome = rig.sent(A, later(version))
     assert (outcome.action, outcome.reason) == (Action.DROP, DropReason.FRAGMENT)

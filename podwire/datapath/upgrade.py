@@ -14,6 +14,7 @@ import contextlib
 import errno
 import logging
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -171,8 +172,21 @@ def carry_rows(old: bpf.Map, new: bpf.Map, *, replace: bool) -> int:
         # Not by NOEXIST: a batch stops at the first row that exists.
         present = {key for key, _ in new.items()}
         rows = [row for row in rows if row[0] not in present]
+    if new.info.type == bpf.MapType.LRU_HASH:
+        # What was written first is pushed out first, and a hash gives its rows in no order: a question that waits for
+        # its answer would go before others that were answered long ago.
+        rows.sort(key=_age_order(new))
     new.update_batch(rows)
     return len(rows)
+
+
+def _age_order(map_: bpf.Map) -> Callable[[tuple[bytes, bytes]], int]:
+    """Give what sorts rows of flows so that the one that was silent for longest comes first."""
+    for member in bpf.read_layout(map_, of_value=True) or ():
+        if member.name == "last_seen_ns":
+            place = slice(member.offset, member.offset + member.size)
+            return lambda row: int.from_bytes(row[1][place], sys.byteorder)
+    return lambda _row: 0
 
 
 def readable_versions(directory: Path) -> list[int]:

@@ -320,6 +320,32 @@ def test_no_question_loses_its_answer_where_conntrack_is_resized(world: KernelWo
     assert unanswered == [0, 0]
 
 
+def test_the_oldest_new_flows_are_pushed_out_first_where_all_were_moved(world: KernelWorld) -> None:
+    """Into a smaller map, and by what begins afterwards."""
+    waiting = 600
+    world.restart(conntrack_entries=160_000)
+    began_ns = time.monotonic_ns()
+    with conntrack_maps.open_new_flows(world.datapath.maps) as flows:
+        room = flows.info.max_entries
+        write_new_flows(flows, range(room), began_ns)
+    world.restart(conntrack_entries=4096)
+    with conntrack_maps.open_new_flows(world.datapath.maps) as flows:
+        assert flows.info.max_entries < room
+        later = flows.info.max_entries // 4
+        write_new_flows(flows, range(room, room + later), began_ns)
+        left = {abi.ConntrackKey.unpack(key).instance for key, _ in flows.items()}
+    assert left >= set(range(room - waiting, room + later))
+
+
+def write_new_flows(flows: bpf.Map, numbers: Iterable[int], began_ns: int) -> None:
+    """Write a flow for each number, one after the other: a nanosecond younger than the one of the number before."""
+    key = abi.ConntrackKey.unpack(bytes(flows.info.key_size))
+    value = abi.ConntrackValue.unpack(bytes(flows.info.value_size))
+    for number in numbers:
+        row = value._replace(last_seen_ns=began_ns + number, lifetime_s=30)
+        flows.update(key._replace(instance=number).pack(), row.pack())
+
+
 @pytest.mark.parametrize("version", [4, 6])
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_the_last_layout_knows_what_waits_for_its_answer(

@@ -49,19 +49,20 @@ CHECKS_MAX = 3
 
 
 def assert_everybody_reached(lab: Lab) -> None:
-    """A datagram may be lost on a machine that is busy: one in a hundred is too many.
+    """A large datagram is what a path's MTU is learned by.
 
-    A large one is what a path's MTU is learned by.
+    Other tests can make the machine lose packets of every namespace for seconds (its CPUs share one backlog each): so
+    one in a hundred may be lost, and one in a hundred connections may fail, but not each time.
     """
-    pairs = matrix.check(lab.name)
-    failed = [pair for pair in pairs if not pair.attempt.ok]
-    assert not failed, "\n".join(map(str, failed[:20]))
-    for _ in range(CHECKS_MAX - 1):
-        if len(find_lost(pairs)) <= 1 + len(pairs) // 100:
-            break
-        pairs = matrix.check(lab.name)  # the machine may have stood still during the last one
-    lost = find_lost(pairs)
-    assert len(lost) <= 1 + len(pairs) // 100, "\n".join(map(str, lost[:20]))
+    for _ in range(CHECKS_MAX):
+        pairs = matrix.check(lab.name)
+        few = 1 + len(pairs) // 100
+        failed = [pair for pair in pairs if not pair.attempt.ok]
+        lost = find_lost(pairs)
+        assert len(failed) <= few, "\n".join(map(str, failed[:20]))
+        if not failed and len(lost) <= few:
+            return
+    raise AssertionError("\n".join(map(str, [*failed, *lost][:20])))
 
 
 def find_lost(pairs: Sequence[matrix.CheckedPair]) -> Sequence[matrix.CheckedPair]:

@@ -153,6 +153,14 @@ def _is_noted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _servers_collect_late() -> Iterator[None]:
+    """Let programs written in Go, such as API servers, grow before they collect garbage: they live shortly."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GOGC", "400")
+        yield
+
+
 @pytest.fixture
 def full(request: pytest.FixtureRequest) -> bool:
     """Tell whether the counts of the issues are asked for."""

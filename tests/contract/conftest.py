@@ -19,8 +19,8 @@ from tests.contract.stores import BACK_ENDS, DEADLINE_S, KUBERNETES, Place, othe
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _servers_collect_late() -> Iterator[None]:
-    """Let servers written in Go grow before they collect garbage: they live shortly, and a start needs a third less."""
+def _servers_never_collect() -> Iterator[None]:
+    """Let servers written in Go grow up to a limit without looking for garbage: a start needs a third less."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GOGC", "off")
         patch.setenv("GOMEMLIMIT", "400MiB")

@@ -130,8 +130,10 @@ static __always_inline int step_ipv6_header(struct __sk_buff *skb, struct pw_cha
 }
 
 /* Walks to the transport header, or to a later fragment's data. */
-static __noinline int walk_ipv6_headers(struct __sk_buff *skb, struct pw_chain *chain)
+PW_CHECKED_ALONE int walk_ipv6_headers(struct __sk_buff *skb, struct pw_chain *chain)
 {
+	if (!chain)
+		return PW_DROP_INTERNAL;
 	for (int i = 0; i < PW_IPV6_HEADERS_MAX; i++) {
 		__u32 before = chain->offset;
 		int reason = step_ipv6_header(skb, chain, i == 0);

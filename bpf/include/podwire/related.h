@@ -100,11 +100,15 @@ static __always_inline bool stands_between(struct __sk_buff *skb, const struct p
 	return entry->path != PW_PATH_TUNNEL || flow->hook == PW_HOOK_FROM_OVERLAY;
 }
 
-static __always_inline bool read_quote(struct __sk_buff *skb, const struct pw_flow *flow,
-				       struct pw_quoted *quoted)
+/* Reads the quoted packet's tuple; 0 = there is none. */
+PW_CHECKED_ALONE int read_quote(struct __sk_buff *skb, const struct pw_flow *flow,
+				struct pw_quoted *quoted)
 {
-	bool read = flow->ethertype == ETH_P_IP ? quote_ipv4(skb, quoted) : quote_ipv6(skb, quoted);
+	bool read;
 
+	if (!flow || !quoted)
+		return 0;
+	read = flow->ethertype == ETH_P_IP ? quote_ipv4(skb, quoted) : quote_ipv6(skb, quoted);
 	return read && quote_transport(skb, flow, quoted);
 }
 

@@ -51,8 +51,8 @@ CHECKS_MAX = 3
 def assert_everybody_reached(lab: Lab) -> None:
     """A large datagram is what a path's MTU is learned by.
 
-    Other tests can make the machine lose packets of every namespace for seconds (its CPUs share one backlog each): so
-    one in a hundred may be lost, and one in a hundred connections may fail, but not each time.
+    A busy machine may stand still for seconds: so one question in a hundred may have to be asked again, and one
+    connection in a hundred, which is tried once, may fail, but not each time.
     """
     for _ in range(CHECKS_MAX):
         pairs = matrix.check(lab.name)

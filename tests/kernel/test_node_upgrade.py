@@ -17,8 +17,8 @@ from podwire.datapath.node import KernelDatapath
 from podwire.datapath.node_maps import list_nodes
 from podwire.datapath.policy_maps import read_cidrs
 from podwire.datapath.programs import Pins, list_versions, remove_directory
+from podwire.datapath.row_conversion import Conversion, Piece, plan_conversion
 from podwire.datapath.service_maps import read_services
-from podwire.datapath.upgrade import Conversion, Piece, plan_conversion
 from podwire.kernel import bpf, netns
 from podwire.kernel.bpf import Member
 from podwire.model.cluster import (

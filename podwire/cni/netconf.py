@@ -7,7 +7,6 @@ specification says, and listed. Sources: CNI specification 1.1.0; CONVENTIONS; t
 podman.
 """
 
-import contextlib
 import functools
 import json
 from collections.abc import Mapping
@@ -101,8 +100,10 @@ def _read_configuration(command: str, stdin: bytes, faults: Faults) -> _Configur
     """Read a configuration, or remember it: runtimes send the same one for each pod."""
     # GC and CHECK are not remembered: their configuration has a list or a result that is never the same again.
     if command in _REMEMBERED_OF and len(stdin) <= REMEMBERED_MAX_BYTES:
-        with contextlib.suppress(InvalidRequest):  # its faults are to be named with those of others
+        try:
             return _read_faultless(command, stdin)
+        except InvalidRequest:
+            pass  # its faults are to be named with those of others
     return _read_anew(command, stdin, faults)
 
 

@@ -15,8 +15,8 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
@@ -260,13 +260,24 @@ class SqliteJournal:
                 extra={"endpoint": row[0], "error": str(error)},
             )
 
-    @contextmanager
-    def _reported(self, verb: str) -> Iterator[None]:
-        try:
-            yield
-        except (sqlite3.DatabaseError, OSError) as error:
+    def _reported(self, verb: str) -> "_Reported":
+        return _Reported(verb, self._path)
+
+
+class _Reported:
+    """Lets a block of code fail with StorageFailure only."""
+
+    def __init__(self, verb: str, path: Path) -> None:
+        self._verb = verb
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, sqlite3.DatabaseError | OSError):
             raise StorageFailure(
-                f"{verb} journal {str(self._path)!r}: {error}", hint=_hint(error)
+                f"{self._verb} journal {str(self._path)!r}: {error}", hint=_hint(error)
             ) from error
 
 

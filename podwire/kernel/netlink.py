@@ -56,6 +56,7 @@ _ACKNOWLEDGEMENT: Final = struct.Struct("=4xH2xI4xi")
 _ECHOED_BYTES: Final = _ERRNO.size + _HEADER.size
 _RECEIVE_BYTES: Final = 1 << 17
 _RECEIVE_BUFFER_BYTES: Final = 1 << 21
+_SOCKET_KIND: Final = int(socket.SOCK_RAW | socket.SOCK_CLOEXEC)
 _RECEIVE_TIMEOUT: Final = struct.pack("@ll", 30, 0)
 """struct timeval: seconds and microseconds."""
 _BATCH_REQUESTS: Final = 128
@@ -193,9 +194,7 @@ class NetlinkSocket(Closing):
     def __init__(self, protocol: int = socket.NETLINK_ROUTE) -> None:
         self._lock = threading.Lock()
         self._sequence = 0
-        self._socket = socket.socket(
-            socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, protocol
-        )
+        self._socket = socket.socket(socket.AF_NETLINK, _SOCKET_KIND, protocol)
         # CAP_ACK: an error does not quote the request, which may be longer than the receive buffer has room for.
         # EXT_ACK: it says why in words. STRICT_CHK: the kernel filters dumps by what the request names; without it a
         # dump of routes ignores table, protocol and device.

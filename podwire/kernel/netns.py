@@ -5,12 +5,11 @@ changes only the calling thread. Invariant: no thread ever goes on in a namespac
 that cannot return ends the process, because everything it did afterwards would hit the wrong machine.
 """
 
-import contextlib
 import ctypes
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -85,25 +84,44 @@ def current_cookie() -> int:
     return os.stat(_CURRENT).st_ino
 
 
-@contextlib.contextmanager
-def namespace(fd: int, home: Fd | None = None) -> Iterator[None]:
-    """Be in the namespace of `fd` with the calling thread only; what is opened inside stays bound
-    to it. `home`: the namespace that the thread is in, where the caller has it open.
+def namespace(fd: int, home: Fd | None = None) -> "Visit":
+    """Be in the namespace of `fd` with the calling thread only; what is opened inside stays bound to it.
+
+    `home`: the namespace that the thread is in, where the caller has it open.
     """
-    if home is None:
-        with open_current() as opened, namespace(fd, opened):
-            yield
-        return
-    set_namespace(fd, CLONE_NEWNET)
-    try:
-        yield
-    finally:
+    return Visit(fd, home)
+
+
+class Visit:
+    """The time that a thread is in another namespace, as a context manager."""
+
+    def __init__(self, fd: int, home: Fd | None) -> None:
+        self._fd = fd
+        self._home = home
+        self._opened: Fd | None = None
+
+    def __enter__(self) -> None:
+        if self._home is None:
+            self._home = self._opened = open_current()
         try:
-            set_namespace(home.fileno(), CLONE_NEWNET)
+            set_namespace(self._fd, CLONE_NEWNET)
+        except BaseException:
+            self._close()
+            raise
+
+    def __exit__(self, *_exception: object) -> None:
+        assert self._home is not None
+        try:
+            set_namespace(self._home.fileno(), CLONE_NEWNET)
         except KernelFailure:
             # A thread that is in a pod's namespace by mistake would give that pod the host's devices, routes and
             # tables.
             os.abort()
+        self._close()
+
+    def _close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
 
 
 def run_in(fd: int, action: Callable[[], _T]) -> _T:

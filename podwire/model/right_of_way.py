@@ -8,8 +8,7 @@ request runs, giving way costs next to nothing. Work that gives way goes on howe
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Final, TypeVar
+from typing import Final, Self, TypeVar
 
 WAIT_S: Final = 0.02
 """How long work waits for requests that follow each other without a pause."""
@@ -20,21 +19,19 @@ _T = TypeVar("_T")
 
 
 class RightOfWay:
-    """Lets one request at a time stop the work of other threads."""
+    """Lets one request at a time stop the work of other threads: it is carried out inside the block."""
 
     def __init__(self) -> None:
         self._is_free = threading.Event()
         self._is_free.set()
         self._share_ends_s = 0.0
 
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Carry a request out; on one thread at a time."""
+    def __enter__(self) -> Self:
         self._is_free.clear()
-        try:
-            yield
-        finally:
-            self._is_free.set()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._is_free.set()
 
     def give_way(self) -> None:
         """Wait for the request that is being carried out, not for long. The caller holds no lock that one may need."""

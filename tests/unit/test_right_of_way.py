@@ -28,7 +28,7 @@ def test_work_stops_while_a_request_is_carried_out(monkeypatch: pytest.MonkeyPat
     thread = threading.Thread(target=work)
     thread.start()
     assert reached.wait(60)
-    with way.taken():
+    with way:
         go_on.set()
         # Nothing tells that somebody waits but that nothing happens: a fault shows as a sixth item now and then.
         time.sleep(0.05)
@@ -40,7 +40,7 @@ def test_work_stops_while_a_request_is_carried_out(monkeypatch: pytest.MonkeyPat
 def test_work_goes_on_beside_requests_without_a_pause() -> None:
     way = RightOfWay()
     done: list[int] = []
-    with way.taken():
+    with way:
         thread = threading.Thread(target=lambda: done.extend(way.pace(range(3))))
         thread.start()
         wait_for(lambda: done == [0, 1, 2])

@@ -35,6 +35,7 @@ LINE_MAX: Final = 256
 FRAME_WAIT_MS = 20
 """For a launcher that has connected and not sent its frame yet."""
 REPLY_WAIT_S: Final = 5.0
+_SEND_FLAGS: Final = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 ACCEPT_PAUSE_S: Final = 0.1
 """When the process has no descriptor left."""
 OUT_OF_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
@@ -73,7 +74,7 @@ class Visitor(Caller):
             return False
         data = wire.encode_reply(reply)
         try:
-            sent = self._connection.send(data, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+            sent = self._connection.send(data, _SEND_FLAGS)
             if sent < len(data):
                 self._connection.settimeout(REPLY_WAIT_S)
                 self._connection.sendall(data[sent:], socket.MSG_NOSIGNAL)
@@ -196,7 +197,7 @@ class AtOnce:
         received = Received(reader.frame, visitor, reader.descriptors, visitor.answer)
         self._busy_since_s = time.monotonic()
         try:
-            with self._way.taken():
+            with self._way:
                 is_done = self._requests.do_at_once(received)
         finally:
             self._busy_since_s = None

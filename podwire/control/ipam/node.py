@@ -5,10 +5,9 @@ Used by `control.attach` under the node's turn; the journal is the durable half.
 which only changes what is shown. An address never has two holders: asking for a held one is refused.
 """
 
-import contextlib
 import ipaddress
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, Self
 
 from podwire.control.ipam.fifo import AddressFifo
 from podwire.control.ipam.holdings import Holdings
@@ -36,13 +35,19 @@ NEEDED: Final = 2
 
 
 class NodeReservation:
-    """One wish of the addresses of a node's own CIDRs."""
+    """One wish of the addresses of a node's own CIDRs, for the block that it opens."""
 
     needs_store: Final = False
 
     def __init__(self, ipam: "NodeIpam", wish: Wish) -> None:
         self._ipam = ipam
         self._wish = wish
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        """Give nothing back: nothing was set aside."""
 
     def fill(self, _cancelled: Callable[[], bool], _wait_s: float) -> None:
         """Refuse pools: there are none. There is nothing to prepare."""
@@ -106,10 +111,9 @@ class NodeIpam:
             if not any(address in pool.cidr for pool in self._pools)
         ]
 
-    @contextlib.contextmanager
-    def reserved(self, wish: Wish) -> Iterator["NodeReservation"]:
+    def reserved(self, wish: Wish) -> NodeReservation:
         """Reserve nothing: addresses are chosen under the turn, in the moment in which they are taken."""
-        yield NodeReservation(self, wish)
+        return NodeReservation(self, wish)
 
     def take(self, owner: EndpointId, wish: Wish) -> Given:
         """Give `owner` one address of each family, all or none; wanted ones (one of each family) as asked.

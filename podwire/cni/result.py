@@ -75,10 +75,14 @@ def _encode_ip(ip: AttachedAddress, level: int) -> dict[str, Any]:
         shown["version"] = str(ip.address.version)
     if ip.interface is not None:
         shown["interface"] = ip.interface
-    shown["address"] = str(ip.address)
+    shown["address"] = _with_prefix(ip)
     if ip.gateway is not None:
         shown["gateway"] = str(ip.gateway)
     return shown
+
+
+def _with_prefix(ip: AttachedAddress) -> str:
+    return f"{ip.address}/{ip.prefix_bits}"
 
 
 def _encode_route(route: AttachedRoute, level: int) -> dict[str, Any]:
@@ -110,7 +114,7 @@ def _encode_old(version: str, result: AttachResult) -> dict[str, Any]:
         ip = next((address for address in result.ips if address.address.version == family), None)
         if ip is None:
             continue
-        shown[key] = {"ip": str(ip.address)}
+        shown[key] = {"ip": _with_prefix(ip)}
         if ip.gateway is not None:
             shown[key]["gateway"] = str(ip.gateway)
         routes = [route for route in result.routes if route.destination.version == family]
@@ -181,15 +185,18 @@ def _decode_ip(ip: _Ip, interface_count: int) -> AttachedAddress:
     index = None if ip.interface == -1 else ip.interface
     if index is not None and not 0 <= index < interface_count:
         raise ValueError(f"ips name interface {index} of {interface_count}")
-    return AttachedAddress(ipaddress.ip_interface(ip.address), _gateway(ip.gateway), index)
+    return _read_address(ip.address, ip.gateway, index)
+
+
+def _read_address(text: str, gateway: str | None, index: int | None = None) -> AttachedAddress:
+    read = ipaddress.ip_interface(text)
+    return AttachedAddress(read.ip, read.network.prefixlen, _gateway(gateway), index)
 
 
 def _decode_old(shape: _Shape) -> AttachResult:
     ips = [ip for ip in (shape.ip4, shape.ip6) if ip]
     return AttachResult(
-        ips=tuple(
-            AttachedAddress(ipaddress.ip_interface(ip.ip), _gateway(ip.gateway)) for ip in ips
-        ),
+        ips=tuple(_read_address(ip.ip, ip.gateway) for ip in ips),
         routes=tuple(route for ip in ips for route in _decode_routes(ip.routes)),
         dns=_decode_dns(shape.dns),
     )

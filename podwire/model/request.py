@@ -4,14 +4,10 @@
 writes the answer in the asked version. Values only.
 """
 
-import ipaddress
-
 import msgspec
 
 from podwire.model.endpoint import AttachmentKey, Bandwidth, HostPort, IPAddress, IPNetwork
 from podwire.model.ids import ContainerId, InterfaceName, NetworkName
-
-IPInterface = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 
 
 class NamedPort(msgspec.Struct, frozen=True):
@@ -34,7 +30,8 @@ class Interface(msgspec.Struct, frozen=True):
 class AttachedAddress(msgspec.Struct, frozen=True):
     """One address of a result, with the index of its device in `interfaces` (None = not said)."""
 
-    address: IPInterface
+    address: IPAddress
+    prefix_bits: int
     gateway: IPAddress | None = None
     interface: int | None = None
 

@@ -56,7 +56,7 @@ def test_add_answers_when_everything_is_in_force_and_committed(node: FakeNode) -
     assert endpoint.state is State.READY
     assert [record.phase for record in node.journal.list_records()] == [Phase.LIVE]
     assert node.datapath.compare_endpoint(endpoint.record, endpoint.config, NETNS) == []
-    assert {str(ip.address.ip) for ip in result.ips} == {endpoint.record.ipv4, endpoint.record.ipv6}
+    assert {str(ip.address) for ip in result.ips} == {endpoint.record.ipv4, endpoint.record.ipv6}
 
 
 def test_add_does_not_ask_the_kernel_for_what_it_has_just_written(

@@ -1,7 +1,7 @@
 """Results in every CNI version: the exact shapes, and back again."""
 
 import json
-from ipaddress import IPv4Address, IPv6Address, ip_interface, ip_network
+from ipaddress import IPv4Address, IPv6Address, ip_network
 from typing import Any
 
 import msgspec
@@ -27,8 +27,8 @@ RESULT = AttachResult(
         Interface("eth0", "0a:70:00:00:00:01", 1500, "/run/netns/a"),
     ),
     ips=(
-        AttachedAddress(ip_interface("10.244.1.7/32"), GATEWAY4, 1),
-        AttachedAddress(ip_interface("fd00:1::7/128"), GATEWAY6, 1),
+        AttachedAddress(IPv4Address("10.244.1.7"), 32, GATEWAY4, 1),
+        AttachedAddress(IPv6Address("fd00:1::7"), 128, GATEWAY6, 1),
     ),
     routes=(
         AttachedRoute(ip_network("0.0.0.0/0"), GATEWAY4, 1450),
@@ -86,7 +86,7 @@ def test_a_result_is_written_in_the_asked_version(version: str) -> None:
 
 
 def test_the_old_shape_keeps_the_first_address_of_each_family() -> None:
-    more = (*RESULT.ips, AttachedAddress(ip_interface("10.9.9.9/32")))
+    more = (*RESULT.ips, AttachedAddress(IPv4Address("10.9.9.9"), 32))
     written = json.loads(encode_result("0.2.0", msgspec.structs.replace(RESULT, ips=more)))
     assert written["ip4"]["ip"] == "10.244.1.7/32"
 
@@ -104,7 +104,7 @@ LATER = {
 def test_what_other_plugins_write_is_read() -> None:
     assert decode_result("1.1.0", LATER) == AttachResult(
         interfaces=(Interface("eth0"),),
-        ips=(AttachedAddress(ip_interface("10.0.0.1/24")),),
+        ips=(AttachedAddress(IPv4Address("10.0.0.1"), 24),),
         routes=(AttachedRoute(ip_network("10.0.0.0/8")),),
         dns=Dns(nameservers=("10.0.0.10",), search=("a",)),
     )
@@ -148,9 +148,8 @@ def results(draw: st.DrawFn) -> AttachResult:
         draw(st.lists(st.builds(Interface, TEXTS, TEXTS, st.integers(0, 9), TEXTS), max_size=3))
     )
     indexes = st.none() | (st.integers(0, len(interfaces) - 1) if interfaces else st.none())
-    addresses = ADDRESSES.map(ip_interface)
     gateways = st.none() | ADDRESSES
-    ips = st.builds(AttachedAddress, addresses, gateways, indexes)
+    ips = st.builds(AttachedAddress, ADDRESSES, st.integers(0, 32), gateways, indexes)
     routes = st.builds(AttachedRoute, ADDRESSES.map(ip_network), gateways, st.integers(0, 9))
     texts = st.lists(TEXTS, max_size=2).map(tuple)
     return AttachResult(

@@ -12,7 +12,6 @@ from podwire.model.request import (
     AttachedRoute,
     AttachResult,
     Interface,
-    IPInterface,
 )
 
 _GATEWAYS: dict[int, IPAddress] = {
@@ -32,7 +31,9 @@ def describe_attachment(record: EndpointRecord) -> AttachResult:
             Interface(device.pod_name, device.pod_mac, device.mtu, record.netns_path),
         ),
         ips=tuple(
-            AttachedAddress(_host_interface(address), _GATEWAYS[address.version], _POD_INTERFACE)
+            AttachedAddress(
+                address, address.max_prefixlen, _GATEWAYS[address.version], _POD_INTERFACE
+            )
             for address in record.addresses
         ),
         routes=tuple(
@@ -65,18 +66,10 @@ def compare_with_result(record: EndpointRecord, remembered: AttachResult | None)
             differences.append(
                 f"prevResult has MAC {interface.mac} for {interface.name!r}, the journal {expected}"
             )
-    listed = {str(ip.address.ip) for ip in remembered.ips}
+    listed = {str(ip.address) for ip in remembered.ips}
     differences.extend(
         f"address {address} of the journal is not in prevResult"
         for address in record.addresses
         if str(address) not in listed
     )
     return differences
-
-
-def _host_interface(address: IPAddress) -> IPInterface:
-    """Give the address with its /32 or /128. From numbers: of an address `ipaddress` writes the text and reads it."""
-    whole = int(address), address.max_prefixlen
-    if isinstance(address, ipaddress.IPv4Address):
-        return ipaddress.IPv4Interface(whole)
-    return ipaddress.IPv6Interface(whole)

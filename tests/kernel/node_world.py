@@ -3,9 +3,11 @@
 import contextlib
 import ipaddress
 import os
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -14,14 +16,21 @@ from podwire.datapath.inventory import remove_everything
 from podwire.datapath.native import OwnHooks
 from podwire.datapath.node import KernelDatapath
 from podwire.datapath.plan import NodePlan
+from podwire.datapath.routes import dump_routes
 from podwire.kernel import bpf, netns
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.rtnl.link import LinkEnd, create_veth, set_link
-from podwire.kernel.rtnl.route import InterfaceAddress, add_address
+from podwire.kernel.rtnl.route import (
+    TABLE_LOCAL,
+    InterfaceAddress,
+    add_address,
+    host_network,
+)
 from podwire.model.endpoint import EndpointRecord
 from podwire.model.interfaces import PodNamespace
 from tests import kept_programs, plain_pods
 from tests.kernel.conftest import NODE, NODE_IPV4, NODE_IPV6, Namespace, new_namespace
+from tests.waiting import wait_for
 
 PODS_IPV4 = ipaddress.ip_network("10.77.0.0/24")
 PODS_IPV6 = ipaddress.ip_network("fd77::/120")
@@ -139,6 +148,9 @@ def kernel_world(tmp_path: Path, *, fresh: bool = False) -> Iterator[KernelWorld
                     add_address(InterfaceAddress(1, NODE_IPV6, 64)),
                 ]
             )
+            # The kernel makes the address this host's in a work of its own, and until then nothing may be sent from it
+            # to pods.
+            wait_for(partial(_is_local, netlink), "the node's IPv6 address to be its own")
         world = KernelWorld(host, plan, stack)
         stack.callback(remove_everything, plan.bpf_dir)
         stack.callback(world.close)
@@ -146,6 +158,12 @@ def kernel_world(tmp_path: Path, *, fresh: bool = False) -> Iterator[KernelWorld
         if loan is not None:
             loan.learn()
         yield world
+
+
+def _is_local(netlink: NetlinkSocket) -> bool:
+    own = host_network(NODE_IPV6)
+    local = dump_routes(netlink, socket.AF_INET6, table=TABLE_LOCAL)
+    return any(route.destination == own for route in local)
 
 
 def in_node(namespace: Namespace, *command: str) -> list[str]:

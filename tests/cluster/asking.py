@@ -86,6 +86,7 @@ class Asker(Closing):
         self._selector = selectors.DefaultSelector()
         self._waiting: dict[_Key, Outcome] = {}
         self._read: dict[_Key, bytes] = {}
+        self._ports: set[tuple[str, int]] = set()
         self._datagrams: dict[_Key, socket.socket] = {}
         self._feeds = [DropFeed(path) for path in api_sockets]
         for feed in self._feeds:
@@ -110,14 +111,8 @@ class Asker(Closing):
         return outcomes
 
     def _begin(self, target: Target, outcome: Outcome, opened: contextlib.ExitStack) -> None:
-        family = socket.AF_INET6 if ":" in target.address else socket.AF_INET
-        kind = socket.SOCK_STREAM if target.protocol == "tcp" else socket.SOCK_DGRAM
-        with netns.namespace(self._network_fd):
-            made = opened.enter_context(socket.socket(family, kind))
+        made = opened.enter_context(self._open(target))
         made.setblocking(False)
-        made.bind(
-            ("", 0)
-        )  # connect(2) gives two connections one port where they go to different places
         made.connect_ex((target.address, target.port))
         address, port = made.getsockname()[:2]
         key = (target.protocol, address, port)
@@ -127,6 +122,22 @@ class Asker(Closing):
         self._selector.register(
             made, selectors.EVENT_WRITE, functools.partial(self._send, made, key)
         )
+
+    def _open(self, target: Target) -> socket.socket:
+        """Open a socket with a port that no question had before: by it the answers and the drops are told apart."""
+        family = socket.AF_INET6 if ":" in target.address else socket.AF_INET
+        kind = socket.SOCK_STREAM if target.protocol == "tcp" else socket.SOCK_DGRAM
+        with netns.namespace(self._network_fd):
+            while True:
+                made = socket.socket(family, kind)
+                # connect(2) gives two connections one port where they go to different places; and a socket that was
+                # refused lets go of a port that the kernel chose, though it is still open.
+                made.bind(("", 0))
+                port = target.protocol, made.getsockname()[1]
+                if port not in self._ports:
+                    self._ports.add(port)
+                    return made
+                made.close()
 
     def _repeat_datagrams(self) -> None:
         for key in self._waiting.keys() & self._datagrams.keys():

@@ -1,7 +1,9 @@
 """Maps as they were when they were new."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
+
+from podwire.kernel._libbpf import ffi, lib
 
 from podwire.datapath import abi
 from podwire.kernel import bpf
@@ -28,6 +30,14 @@ def clear(map_: bpf.Map) -> None:
                 pass
     else:
         map_.clear()
+
+
+def clear_hashes(hashes: Iterable[bpf.Map], key_bytes: int) -> None:
+    """Remove the rows of many hashes, most of which have none: such a one costs its share of a system call."""
+    key = ffi.new("char[]", key_bytes)
+    for map_ in hashes:
+        if not lib.bpf_map_get_next_key(map_.fd, ffi.NULL, key):
+            map_.clear()
 
 
 def zero_rows(table: bpf.Map) -> None:

@@ -21,11 +21,15 @@ from podwire.datapath.plan import NodePlan
 from podwire.datapath.programs import Capacities, Pins
 from podwire.datapath.templates import read_template
 from podwire.kernel import bpf
+from podwire.kernel.bpf_object import BpfObject
 from podwire.kernel.bpf_program import Program, open_pinned_program
 from tests.empty_maps import clear
 
 SETS_MAX: Final = 6
 """A process keeps no more: one has some 30 MB of the kernel's memory."""
+EMPTY_CELLS: Final = Path(__file__).parents[1] / "build" / "bpf" / "empty_cells.test.bpf.o"
+CELLS: Final = "pw_stack_cells"
+"""The map that it empties: the calls of user space would take longer for it than for all others together."""
 
 
 @dataclass
@@ -36,14 +40,17 @@ class KeptSet:
     capacities: Capacities
     maps: dict[str, bpf.Map]
     programs: dict[str, Program]
+    empty_cells: Program
     is_lent: bool = True
     free_s: float = 0.0
     """From when on nothing runs its programs, where it is not lent."""
 
     def lay_out(self, directory: Path) -> None:
         """Empty the maps, and pin everything where a node with this directory looks."""
-        for map_ in self.maps.values():
-            clear(map_)
+        self.empty_cells.call()
+        for name, map_ in self.maps.items():
+            if name != CELLS:
+                clear(map_)
         pins = Pins(directory, abi.ABI_VERSION)
         home = pins.programs / self.template_id
         for made in (pins.maps, home):
@@ -55,7 +62,7 @@ class KeptSet:
 
     def close(self) -> None:
         """Let go of everything."""
-        for opened in (*self.maps.values(), *self.programs.values()):
+        for opened in (*self.maps.values(), *self.programs.values(), self.empty_cells):
             opened.close()
 
 
@@ -121,8 +128,16 @@ def _open_set(directory: Path, template_id: str, capacities: Capacities) -> Kept
             map_ = bpf.open_any_pinned_map(str(path))
             assert map_ is not None
             maps[path.name] = undo.enter_context(map_)
+        emptier = undo.enter_context(_load_emptier(maps[CELLS]))
         undo.pop_all()
-    return KeptSet(template_id, capacities, maps, programs)
+    return KeptSet(template_id, capacities, maps, programs, emptier)
+
+
+def _load_emptier(cells: bpf.Map) -> Program:
+    with BpfObject(EMPTY_CELLS.read_bytes(), "empty_cells") as opened:
+        opened.use_map("cells", cells)
+        opened.load()
+        return opened.take_program("empty_cells")
 
 
 @atexit.register

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests import leavings
+from tests.lab.agent_forks import forked_lab_agents
 from tests.lab.labrig import Lab, leaks, own_namespace
 
 MakeLab = Callable[..., Lab]
@@ -17,6 +18,14 @@ def no_leaks() -> Iterator[None]:
     yield
     found = leaks([leavings.LAB], before)
     assert not found, f"labs left {found}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def lab_agents_start_quickly(no_leaks: None) -> Iterator[None]:
+    """Fork the agents of labs instead of executing them; `scripts/demo` and the tests of rigs execute theirs."""
+    del no_leaks
+    with forked_lab_agents():
+        yield
 
 
 @pytest.fixture

@@ -42,6 +42,7 @@ def _become_agent(order: Mapping[str, object], log_fd: int) -> NoReturn:
     """Be an agent until it ends. Never returns: the code behind the call is that of the process that forks."""
     code: object = 1
     try:
+        os.setpgid(0, 0)
         os.dup2(log_fd, sys.stdout.fileno())
         os.dup2(log_fd, sys.stderr.fileno())
         os.close(log_fd)

@@ -372,7 +372,9 @@ def own_namespace() -> dict[str, object]:
 
 
 def _list_processes(names: Sequence[str]) -> list[str]:
-    """Find processes that were told of a lab in their command line or run in a namespace that has no name any more."""
+    """Find processes that were told of a lab in their command line, or write there what they say (a forked agent), or
+    run in a namespace that has no name any more.
+    """
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -380,8 +382,9 @@ def _list_processes(names: Sequence[str]) -> list[str]:
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0")
             text = b" ".join(words).decode(errors="replace")
-            if any(f"/run/podwire/lab/{name}" in text for name in names) or _is_orphan(entry, text):
-                found.append(f"{entry.name}: {text}")
+            told = f"{text} > {os.readlink(entry / 'fd' / '1')}"
+            if any(f"/run/podwire/lab/{name}" in told for name in names) or _is_orphan(entry, text):
+                found.append(f"{entry.name}: {told}")
     return found
 
 

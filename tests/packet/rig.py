@@ -30,7 +30,7 @@ from podwire.kernel.fd import Fd
 from podwire.kernel.netlink import NetlinkSocket
 from podwire.kernel.rtnl.link import LinkEnd, create_veth
 from podwire.model.policy import PolicyEntry, PolicyKey
-from tests.empty_maps import changed_rows, zero_rows
+from tests.empty_maps import changed_rows, clear_hashes, zero_rows
 from tests.packet import frames
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -66,6 +66,10 @@ NODE_ROWS: Final[Mapping[str, int]] = {}
 """As the programs declare it."""
 ALLOW: Final = ConfigFlags.OPEN | ConfigFlags.HOST_ALLOWED
 ZERO: Final = bytes(4)
+EMPTY_SHARDS: Final = [
+    (row.to_bytes(4, "little"), bytes(4)) for row in range(abi.CONNTRACK_SHARDS + 1)
+]
+"""Rows of pw_shard_fill where nothing is in any shard, and nothing is said of their room."""
 
 
 @dataclass(frozen=True)
@@ -246,10 +250,9 @@ class Rig:
         ):
             self.maps[name].clear()
         self.counts = False
-        zero_rows(self.maps["pw_shard_fill"])
+        self.maps["pw_shard_fill"].update_batch(EMPTY_SHARDS)
         self.maps["pw_strangers"].update(ZERO, bytes(abi.USAGE_VALUE_BYTES))
-        for shard in (*self.shards, self.new_flows):
-            shard.clear()
+        clear_hashes((*self.shards, self.new_flows), abi.CONNTRACK_KEY_BYTES)
         self.forget_fragments()
         for name, rows in _first_rows().items():
             self.maps[name].update_batch(rows)

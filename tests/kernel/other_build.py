@@ -127,23 +127,36 @@ def _ask_history(*question: str) -> subprocess.CompletedProcess[bytes]:
 
 def make_build(directory: Path, version: int, *, oldest_reader: int) -> Build:
     """Compile this tree with one field more in the rows of flows, devices and addresses."""
-    tree = _copy_tree(directory / f"build-{version}-{oldest_reader}")
-    header = tree / "bpf" / "include" / "podwire" / "abi.h"
-    text = header.read_text()
-    for pattern, replacement in (
+    tree = _copy_tree(directory / f"build-{version}")
+    _change_layout(
+        tree,
         (r"(#define PW_ABI_VERSION) \d+", rf"\1 {version}"),
         (r"(#define PW_ABI_OLDEST_READER) \d+", rf"\1 {oldest_reader}"),
         (r"(struct pw_conntrack_value \{\n[^\n]*\n)", r"\1\t__u64 zone;\n"),
         (r"(struct pw_endpoint_value \{\n[^\n]*\n)", r"\1\t__u32 zone;\n"),
         (r"(\t__u32 policy_revision;\n\t__u32 mtu;\n)", r"\1\t__u32 zone;\n\t__u32 region;\n"),
-    ):
+    )
+    _compile_programs(tree)
+    return Build(tree, version)
+
+
+def forbid_way_back(directory: Path, build: Build) -> Build:
+    """Give the same build with nobody else to read its layout. Programs do not know who reads: nothing is compiled."""
+    tree = directory / build.tree.name
+    shutil.copytree(build.tree, tree)
+    reader = rf"\1 {build.version}"
+    _change_layout(tree, (r"(#define PW_ABI_OLDEST_READER) \d+", reader))
+    return Build(tree, build.version)
+
+
+def _change_layout(tree: Path, *changes: tuple[str, str]) -> None:
+    header = tree / "bpf" / "include" / "podwire" / "abi.h"
+    text = header.read_text()
+    for pattern, replacement in changes:
         text, count = re.subn(pattern, replacement, text, count=1)
         assert count == 1, pattern
     header.write_text(text)
-    python = sys.executable
-    subprocess.run([python, "scripts/generate-abi"], cwd=tree, check=True)
-    _compile_programs(tree)
-    return Build(tree, version)
+    subprocess.run([sys.executable, "scripts/generate-abi"], cwd=tree, check=True)
 
 
 def _list_conntrack(node_maps: Any) -> Any:

@@ -49,6 +49,7 @@ from tests.kernel.node_world import KernelWorld, kernel_world
 from tests.kernel.other_build import (
     LAST_BUILD,
     Build,
+    forbid_way_back,
     make_build,
     make_build_without_maps,
     make_earlier,
@@ -87,8 +88,8 @@ def next_build(tmp_path_factory: pytest.TempPathFactory) -> Build:
 
 
 @pytest.fixture(scope="module")
-def closed_build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    return make_build(tmp_path_factory.mktemp("closed"), NEXT, oldest_reader=NEXT)
+def closed_build(next_build: Build, tmp_path_factory: pytest.TempPathFactory) -> Build:
+    return forbid_way_back(tmp_path_factory.mktemp("closed"), next_build)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ of loading itself ask for a node of their own (`kernel_world(..., fresh=True)`).
 import atexit
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +105,56 @@ def loan(plan: NodePlan, *, rest_s: float = 0.0) -> Iterator[Loan]:
             made.lent.is_lent, made.lent.free_s = False, time.monotonic() + rest_s
 
 
+class DirectoryLoans:
+    """Loans to agents of this build whose plan is not known here, by the directory of their pins.
+
+    `rest_s`: how long the devices of such a node live on behind its end.
+    """
+
+    def __init__(self, rest_s: float) -> None:
+        self._rest_s = rest_s
+        self._capacities: dict[Path, Capacities] = {}
+        """Of nodes that are there."""
+        self._lent: dict[Path, KeptSet] = {}
+        self._template_id = ""
+
+    def lend(self, directory: Path, capacities: Capacities) -> None:
+        """Pin what an agent is going to look for, when it is the first one of this directory."""
+        if directory in self._capacities:
+            return
+        self._capacities[directory] = capacities
+        found = None if directory.exists() else _find(self._template_id, capacities)
+        if found is not None:
+            found.is_lent = True
+            found.lay_out(directory)
+            self._lent[directory] = found
+
+    def keep(self, directories: Iterable[Path]) -> None:
+        """Keep what nodes have loaded themselves, before they go."""
+        for directory in directories:
+            if (
+                directory in self._lent
+                or directory not in self._capacities
+                or len(_kept) >= SETS_MAX
+            ):
+                continue
+            homes = sorted(Pins(directory, abi.ABI_VERSION).programs.glob("*"))
+            if len(homes) == 1 and self._template_id in ("", homes[0].name):
+                kept = _open_set(directory, homes[0].name, self._capacities[directory])
+                if kept is not None:
+                    self._template_id = homes[0].name
+                    self._lent[directory] = kept
+                    _kept.append(kept)
+
+    def end(self, directories: Iterable[Path]) -> None:
+        """Take back what nodes had that are gone."""
+        for directory in directories:
+            self._capacities.pop(directory, None)
+            lent = self._lent.pop(directory, None)
+            if lent is not None:
+                lent.is_lent, lent.free_s = False, time.monotonic() + self._rest_s
+
+
 def _find(template_id: str, capacities: Capacities) -> KeptSet | None:
     now_s = time.monotonic()
     wanted = template_id, capacities
@@ -116,7 +166,7 @@ def _open_set(directory: Path, template_id: str, capacities: Capacities) -> Kept
     """Open what is pinned in a node's directory; None when the node has other programs."""
     pins = Pins(directory, abi.ABI_VERSION)
     home = pins.programs / template_id
-    if not home.is_dir():
+    if not home.is_dir() or not (pins.maps / CELLS).exists():
         return None
     with ExitStack() as undo:
         programs, maps = {}, {}

@@ -2,10 +2,8 @@
 
 `AgentForks` starts that process (tests.lab.forking) and asks it for agents. `ForkedAgent` is one of them, with what
 tests need of `subprocess.Popen`. The process ends when the test closes the connection; its agents are ended by the rig.
-`forked_lab_agents` gives labs such agents.
 """
 
-import contextlib
 import json
 import os
 import select
@@ -14,14 +12,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import IO, Final
 
-import pytest
-
-from podwire.lab import node as lab_nodes
-from podwire.lab.state import Process, describe_process
 from podwire.model.closing import Closing
 
 ORDER_MAX_BYTES: Final = 1 << 16
@@ -114,18 +107,3 @@ class AgentForks(Closing):
         answer = self._channel.recv(ORDER_MAX_BYTES)
         assert answer, "the process that forks agents has ended; what it said is on stderr"
         return int(answer)
-
-
-@contextlib.contextmanager
-def forked_lab_agents() -> Iterator[None]:
-    """Let labs of this process have forked agents."""
-    with AgentForks() as forks, pytest.MonkeyPatch.context() as patch:
-
-        def launch(namespace: str, command: Sequence[str], log: Path) -> Process:
-            program, _, config = command
-            assert program == lab_nodes.agent_program()
-            with log.open("ab") as output:
-                return describe_process(forks.fork(namespace, config, output, os.environ))
-
-        patch.setattr(lab_nodes, "launch", launch)
-        yield

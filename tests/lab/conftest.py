@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests import leavings
-from tests.lab.agent_forks import forked_lab_agents
 from tests.lab.labrig import Lab, leaks, own_namespace
+from tests.lab.quick_labs import quick_labs
 
 MakeLab = Callable[..., Lab]
 
@@ -21,10 +21,10 @@ def no_leaks() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def lab_agents_start_quickly(no_leaks: None) -> Iterator[None]:
-    """Fork the agents of labs instead of executing them; `scripts/demo` and the tests of rigs execute theirs."""
+def labs_are_quick(no_leaks: None) -> Iterator[None]:
+    """Fork the agents of labs, and lend them programs; `scripts/demo` and the tests of rigs do neither."""
     del no_leaks
-    with forked_lab_agents():
+    with quick_labs():
         yield
 
 

@@ -36,7 +36,7 @@ from podwire.agent.cni.spool import Spool
 from podwire.agent.config_reload import read_settings
 from podwire.agent.duties import loops
 from podwire.agent.duties.loops import EventPump
-from podwire.agent.node import Node, accept_launcher, open_node, prepare_memory
+from podwire.agent.node import Node, open_node, prepare_memory
 from podwire.agent.unix_socket import open_unix_socket
 from podwire.cni.netconf import decode_request
 from podwire.model import log
@@ -244,7 +244,6 @@ async def _open_doors(
     requests = CniRequests(dispatcher, metrics, make_chained_portmap(node))
     cni = CniServer(
         requests.answer,
-        accept_launcher,
         lambda limit: metrics.count("refused_requests", ("cni", limit)),
         at_once=requests,
         way=node.way,

@@ -62,7 +62,7 @@ from podwire.journal.background_writer import BackgroundWriter
 from podwire.journal.directories import RunDirectories
 from podwire.journal.lock import locked_node_name, locked_state_directory
 from podwire.journal.records import HOST_SETTINGS_FACT, UNDERLAY_HOOKS_FACT, SqliteJournal
-from podwire.kernel import arrivals, spawn
+from podwire.kernel import spawn
 from podwire.kernel.clock import KernelClock
 from podwire.kernel.inotify import FileWaker
 from podwire.kernel.memory import collapse_heap, read_resident_bytes, share_heap, trim_heap
@@ -74,7 +74,6 @@ from podwire.model.ids import IdentityId
 from podwire.model.interfaces import HostPortTable
 from podwire.model.right_of_way import RightOfWay
 from podwire.model.store import Store
-from podwire.model.wire import Arrival
 from podwire.store.open import ClusterAccess, StoreAccess, find_event_writer, list_hosts, open_store
 
 WaitFor = Callable[[str, str], None]
@@ -116,11 +115,6 @@ class Node(Opened, frozen=True):
 def prepare_memory() -> None:
     """Let all threads have one heap, so that what they free can be given back. Before there are threads."""
     share_heap()
-
-
-def accept_launcher(listener_fd: int) -> Arrival:
-    """Accept a launcher's connection with what has come on it; OSError as of accept(2)."""
-    return arrivals.accept(listener_fd)
 
 
 def settle_memory(settled_bytes: int = 0) -> int:

@@ -247,8 +247,6 @@ def _set_up(netlink: NetlinkSocket, record: EndpointRecord, route_mtu: int) -> N
         )
     else:
         failures = netlink.attempt_batch(_SET_UP.encode(record))
-    if not failures:
-        return
     families = [plan_family(record.device, one, route_mtu=route_mtu) for one in record.addresses]
     routes_at = len(failures) - _ROUTES * len(families)
     further: list[FamilyPlan] = []

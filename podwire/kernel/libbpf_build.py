@@ -1,11 +1,10 @@
-"""Build `podwire.kernel._libbpf`: the few calls of the system's libbpf that we use, and calls of sockets for an ADD.
+"""Build `podwire.kernel._libbpf`: the few calls of the system's libbpf that we use.
 
 Run by setuptools (`cffi_modules`) and by developers as a script; never imported by the running
 agent. The extension keeps the stable ABI of CPython, so one file serves every version from 3.11 on.
 Invariant: no policy here. The C below only does what Python cannot do well: variadic and
 option-struct calls, the ring buffer's callback, and libbpf's messages, which it keeps per thread so
-that an error can quote its own cause. Or not quickly: an ADD finds the interpreter in no cache, and one
-call accepts its connection where Python's own take five, and one opens a netlink socket instead of six.
+that an error can quote its own cause.
 """
 
 import shutil
@@ -37,15 +36,6 @@ struct pw_run {
     u32 cb[5];
     const char *ctx_in;  u32 ctx_size_in;
     u32 repeat, retval, duration_ns;
-};
-struct pw_arrival {
-    int fd;
-    u32 pid, uid;
-    int size;           /* of data; 0 = the other end has closed, -1 = nothing is there yet */
-    u32 is_cut;         /* more descriptors came than there is room for */
-    u32 count;          /* of descriptors */
-    int descriptors[4];
-    char data[8192];
 };
 """
 """Both Python and the C below know these."""
@@ -119,30 +109,22 @@ const char *pw_drain_bytes(const struct pw_drain *drain, size_t *size, u64 *odd)
 
 int pw_membarrier(int command);
 
-int setns(int fd, int kind);
-int pw_open_netlink(int protocol, int buffer_bytes, int timeout_s);
-int pw_accept(int listener, struct pw_arrival *out);
-
 void *malloc(size_t size);
 void free(void *memory);
 """
 
 INCLUDES = """
 #include <errno.h>
-#include <sched.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mount.h>
-#include <sys/socket.h>
 #include <sys/syscall.h>
-#include <sys/time.h>
 #include <sys/vfs.h>
 #include <unistd.h>
 #include <linux/bpf.h>
 #include <linux/magic.h>
-#include <linux/netlink.h>
 #include <bpf/bpf.h>
 #include <bpf/btf.h>
 #include <bpf/libbpf.h>
@@ -539,87 +521,6 @@ static const char *pw_drain_bytes(const struct pw_drain *drain, size_t *size, u6
 }
 
 static int pw_membarrier(int command) { return (int)syscall(SYS_membarrier, command, 0, 0); }
-
-static int close_and_fail(int fd)
-{
-    int number = errno;
-
-    close(fd);
-    errno = number;
-    return -1;
-}
-
-static int pw_open_netlink(int protocol, int buffer_bytes, int timeout_s)
-{
-    /* CAP_ACK: an error does not quote the request, which may be longer than the receive buffer has room for.
-     * EXT_ACK: it says why in words. STRICT_CHK: the kernel filters dumps by what the request names; without it a
-     * dump of routes ignores table, protocol and device.
-     */
-    static const int options[] = {NETLINK_CAP_ACK, NETLINK_EXT_ACK, NETLINK_GET_STRICT_CHK};
-    const struct timeval timeout = {.tv_sec = timeout_s};
-    const int on = 1;
-    int fd = socket(AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, protocol);
-
-    if (fd < 0)
-        return -1;
-    for (size_t i = 0; i < sizeof(options) / sizeof(options[0]); i++)
-        if (setsockopt(fd, SOL_NETLINK, options[i], &on, sizeof(on)))
-            return close_and_fail(fd);
-    /* FORCE, because net.core.rmem_max is 208 KiB by default and limits SO_RCVBUF. And an answer that the kernel had
-     * to drop would be waited for without end.
-     */
-    if (setsockopt(fd, SOL_SOCKET, SO_RCVBUFFORCE, &buffer_bytes, sizeof(buffer_bytes)) ||
-        setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof(timeout)))
-        return close_and_fail(fd);
-    return fd;
-}
-
-static void keep_descriptors(struct msghdr *message, struct pw_arrival *out)
-{
-    const u32 room = sizeof(out->descriptors) / sizeof(out->descriptors[0]);
-
-    for (struct cmsghdr *at = CMSG_FIRSTHDR(message); at; at = CMSG_NXTHDR(message, at)) {
-        size_t bytes = at->cmsg_len - CMSG_LEN(0);
-
-        if (at->cmsg_level != SOL_SOCKET || at->cmsg_type != SCM_RIGHTS)
-            continue;
-        for (size_t i = 0; i < bytes / sizeof(int) && out->count < room; i++)
-            memcpy(&out->descriptors[out->count++], CMSG_DATA(at) + i * sizeof(int), sizeof(int));
-    }
-}
-
-/* Accept a connection, and take what has come on it, without waiting. */
-static int pw_accept(int listener, struct pw_arrival *out)
-{
-    union {
-        char data[CMSG_SPACE(sizeof(out->descriptors))];
-        struct cmsghdr align;
-    } control;
-    struct iovec part = {.iov_base = out->data, .iov_len = sizeof(out->data)};
-    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = control.data,
-                             .msg_controllen = sizeof(control.data)};
-    struct ucred caller;
-    socklen_t size = sizeof(caller);
-    int fd = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
-
-    if (fd < 0)
-        return -1;
-    /* The kernel notes these at connect(2) (unix(7)): nothing that the caller sends counts. */
-    if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &caller, &size))
-        return close_and_fail(fd);
-    out->fd = fd;
-    out->pid = (u32)caller.pid;
-    out->uid = caller.uid;
-    out->count = 0;
-    /* CLOEXEC: a plugin that another thread starts at this moment must not inherit the pod's namespace. */
-    out->size = (int)recvmsg(fd, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-    if (out->size < 0)
-        out->size = errno == EAGAIN || errno == EINTR ? -1 : 0;
-    else
-        keep_descriptors(&message, out);
-    out->is_cut = message.msg_flags & MSG_CTRUNC;
-    return 0;
-}
 """
 
 ffibuilder = FFI()

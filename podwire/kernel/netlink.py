@@ -18,7 +18,6 @@ from typing import Final, Self
 import msgspec
 
 from podwire.kernel import netns
-from podwire.kernel._libbpf import ffi, lib
 from podwire.model.closing import Closing
 from podwire.model.errors import KernelFailure
 
@@ -37,6 +36,11 @@ _NLMSG_DONE: Final = 3
 _NLM_F_CAPPED: Final = 0x100
 _NLM_F_ACK_TLVS: Final = 0x200
 _NLMSGERR_ATTR_MSG: Final = 1
+_SOL_NETLINK: Final = 270
+_NETLINK_CAP_ACK: Final = 10
+_NETLINK_EXT_ACK: Final = 11
+_NETLINK_GET_STRICT_CHK: Final = 12
+_SO_RCVBUFFORCE: Final = 33
 
 _SIOCGIFNAME: Final = 0x8910
 _IFREQ_INDEX: Final = struct.Struct("=16xi20x")
@@ -52,9 +56,9 @@ _ACKNOWLEDGEMENT: Final = struct.Struct("=4xH2xI4xi")
 _ECHOED_BYTES: Final = _ERRNO.size + _HEADER.size
 _RECEIVE_BYTES: Final = 1 << 17
 _RECEIVE_BUFFER_BYTES: Final = 1 << 21
-_FAMILY: Final = int(socket.AF_NETLINK)
 _SOCKET_KIND: Final = int(socket.SOCK_RAW | socket.SOCK_CLOEXEC)
-_RECEIVE_TIMEOUT_S: Final = 30
+_RECEIVE_TIMEOUT: Final = struct.pack("@ll", 30, 0)
+"""struct timeval: seconds and microseconds."""
 _BATCH_REQUESTS: Final = 128
 """Failures wait in the receive buffer, so a batch is cut before they could overflow it."""
 _DUMP_TRIES: Final = 10
@@ -190,10 +194,20 @@ class NetlinkSocket(Closing):
     def __init__(self, protocol: int = socket.NETLINK_ROUTE) -> None:
         self._lock = threading.Lock()
         self._sequence = 0
-        fd = lib.pw_open_netlink(protocol, _RECEIVE_BUFFER_BYTES, _RECEIVE_TIMEOUT_S)
-        if fd < 0:
-            raise KernelFailure(ffi.errno, "open", f"netlink socket of protocol {protocol}")
-        self._socket = socket.socket(_FAMILY, _SOCKET_KIND, protocol, fd)
+        self._socket = socket.socket(socket.AF_NETLINK, _SOCKET_KIND, protocol)
+        # CAP_ACK: an error does not quote the request, which may be longer than the receive buffer has room for.
+        # EXT_ACK: it says why in words. STRICT_CHK: the kernel filters dumps by what the request names; without it a
+        # dump of routes ignores table, protocol and device.
+        for option in (_NETLINK_CAP_ACK, _NETLINK_EXT_ACK, _NETLINK_GET_STRICT_CHK):
+            self._socket.setsockopt(_SOL_NETLINK, option, 1)
+        # FORCE, because net.core.rmem_max is 208 KiB by default and limits SO_RCVBUF.
+        self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _RECEIVE_BUFFER_BYTES)
+        self._socket.setsockopt(
+            # An answer that the kernel had to drop would be waited for without end.
+            socket.SOL_SOCKET,
+            socket.SO_RCVTIMEO,
+            _RECEIVE_TIMEOUT,
+        )
 
     @classmethod
     def open_in(cls, namespace_fd: int) -> Self:

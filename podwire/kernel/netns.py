@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeVar
 
-from podwire.kernel._libbpf import ffi, lib
 from podwire.kernel.fd import Fd
 from podwire.model.errors import InvalidConfiguration, KernelFailure
 
@@ -40,8 +39,7 @@ def call_libc(call: str, object_name: str, *arguments: object) -> int:
 
 def set_namespace(fd: int, kind: int) -> None:
     """Move the calling thread into a namespace for good (os.setns exists since Python 3.12 only)."""
-    if lib.setns(fd, kind):
-        raise KernelFailure(ffi.errno, "setns", f"fd {fd}")
+    call_libc("setns", f"fd {fd}", fd, kind)
 
 
 def open_namespace(path: str) -> Fd:

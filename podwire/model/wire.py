@@ -10,7 +10,7 @@ import enum
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -104,19 +104,6 @@ _ENVIRONMENT, _STDIN = Item.ENVIRONMENT.value, Item.STDIN.value
 _NETNS_ERRNO = Item.NETNS_ERRNO.value
 _KNOWN_ITEMS = frozenset(item.value for item in Item)
 _KNOWN_STATUSES = frozenset(ReplyStatus)
-
-
-class Arrival(NamedTuple):
-    """A launcher's connection when it was accepted, and what had come on it by then."""
-
-    connection_fd: int
-    pid: int
-    uid: int
-    data: bytes | None
-    """b"" when the launcher has closed; None when nothing had come yet."""
-    descriptors: list[int]
-    is_cut: bool
-    """More descriptors came than there was room for."""
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,6 @@ from podwire.agent.cni.spool import Spool
 from podwire.agent.metrics import Metrics
 from podwire.agent.unix_socket import open_unix_socket
 from podwire.cni.netconf import decode_request
-from podwire.kernel.arrivals import accept
 from podwire.kernel.clock import KernelClock
 from podwire.model import wire
 from podwire.model.errors import CannotServe, StorageFailure
@@ -49,7 +48,7 @@ class Town:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator["Town"]:
-        server = CniServer(self.requests.answer, accept, at_once=self.requests)
+        server = CniServer(self.requests.answer, at_once=self.requests)
         async with server.serving(open_unix_socket(self.path), self.path, DEADLINE_S):
             yield self
         await self.dispatcher.close(DEADLINE_S)

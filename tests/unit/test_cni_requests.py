@@ -20,7 +20,6 @@ from podwire.agent.metrics import Metrics
 from podwire.agent.unix_socket import open_unix_socket
 from podwire.cni import launcher
 from podwire.cni.netconf import decode_request
-from podwire.kernel.arrivals import accept
 from podwire.kernel.clock import KernelClock
 from podwire.model import errors, wire
 from podwire.model.errors import PodwireError
@@ -277,7 +276,7 @@ async def served(
     build_launcher()
     path = tmp_path / "cni.sock"
     at_once = bench.requests if request.param == "thread" else None
-    server = CniServer(bench.requests.answer, accept, at_once=at_once)
+    server = CniServer(bench.requests.answer, at_once=at_once)
     async with server.serving(open_unix_socket(path), path):
         assert path.stat().st_mode & 0o777 == 0o600
         yield path

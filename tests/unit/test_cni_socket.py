@@ -21,7 +21,6 @@ from podwire.agent.cni.at_once import PromptRequests
 from podwire.agent.cni.received import Received
 from podwire.agent.cni.socket import CniServer, SocketLimits
 from podwire.cni import launcher
-from podwire.kernel.arrivals import accept
 from podwire.model import wire
 from podwire.model.wire import Frame, Reply, ReplyStatus
 
@@ -70,7 +69,7 @@ class Door:
         deadline_s: float = DEADLINE_S,
         at_once: PromptRequests | None = None,
     ) -> AsyncIterator["Door"]:
-        self.server = CniServer(self.answer, accept, self.refused.append, limits, at_once)
+        self.server = CniServer(self.answer, self.refused.append, limits, at_once)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(str(self.path))
         listener.listen(16)

@@ -25,7 +25,7 @@ from podwire.agent.cni.received import Caller, Received
 from podwire.model import wire
 from podwire.model.errors import PodwireError
 from podwire.model.right_of_way import RightOfWay
-from podwire.model.wire import Arrival, Reply
+from podwire.model.wire import Reply
 
 COMMANDS: Final = ("ADD", "DEL")
 LATE_S: Final = 0.1
@@ -89,13 +89,11 @@ class AtOnce:
     def __init__(
         self,
         listener: socket.socket,
-        accept: Callable[[int], Arrival],
         requests: PromptRequests,
         hand_over: Callable[[FrameReader], None],
         way: RightOfWay,
     ) -> None:
-        self._listener_fd = listener.fileno()
-        self._accept_next = accept
+        self._listener = listener
         self._way = way
         self._requests = requests
         self._take = hand_over
@@ -106,7 +104,7 @@ class AtOnce:
         self._ended = asyncio.Event()
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
-        self._poll.register(self._listener_fd, select.POLLIN)
+        self._poll.register(listener.fileno(), select.POLLIN)
         self._poll.register(self._stop_fd, select.POLLIN)
         self._thread = threading.Thread(target=self._run, name="cni", daemon=True)
 
@@ -166,7 +164,7 @@ class AtOnce:
 
     def _accept(self) -> FrameReader | None:
         try:
-            return FrameReader(self._accept_next(self._listener_fd))
+            accepted, _ = self._listener.accept()
         # accept(2): the launcher went away while it waited in the backlog. Or the loop was quicker.
         except (BlockingIOError, ConnectionAbortedError):
             return None
@@ -177,6 +175,7 @@ class AtOnce:
             _log.error("accept a launcher", extra={"error": error.strerror})
             time.sleep(ACCEPT_PAUSE_S)
             return None
+        return FrameReader(accepted)
 
     def _sort(self, reader: FrameReader) -> None:
         """Put into the line what may be for this thread, also a frame that is on its way; the rest is for the loop."""
@@ -224,7 +223,7 @@ class AtOnce:
             frame is not None
             and frame.command in COMMANDS
             and frame.program == wire.CNI_PROGRAM
-            and reader.caller_uid == 0
+            and reader.read_caller()[1] == 0
         )
 
     def _hand_over(self, reader: FrameReader) -> None:

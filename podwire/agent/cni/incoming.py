@@ -8,11 +8,12 @@ the other keeps what it has read. Never waits. Invariant: every descriptor that 
 import array
 import os
 import socket
+import struct
 from typing import Final
 
 from podwire.model import wire
 from podwire.model.errors import PodwireError, UndecodableRequest
-from podwire.model.wire import Arrival, Frame
+from podwire.model.wire import Frame
 
 READ_BYTES: Final = 65_536
 DESCRIPTORS_MAX: Final = 2
@@ -20,34 +21,39 @@ _CONTROL_BYTES: Final = socket.CMSG_SPACE((DESCRIPTORS_MAX + 2) * array.array("i
 """Room for more than are allowed, so that too many are seen (and closed), not cut off."""
 _RECEIVE_FLAGS: Final = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
 """CLOEXEC: a plugin that another thread starts at this moment must not inherit the pod's namespace."""
-_FAMILY: Final = int(socket.AF_UNIX)
-_KIND: Final = int(socket.SOCK_STREAM)
+_CREDENTIALS: Final = struct.Struct("iII")
 
 
 class FrameReader:
     """The bytes of one connection until its frame is whole."""
 
-    def __init__(self, arrival: Arrival) -> None:
-        self.connection = socket.socket(_FAMILY, _KIND, 0, arrival.connection_fd)
-        self.caller_pid = arrival.pid
-        self.caller_uid = arrival.uid
-        self.descriptors = arrival.descriptors
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.descriptors: list[int] = []
         self.frame: Frame | None = None
         """The frame once it is whole."""
         self.fault: PodwireError | None = None
         """Why what came is no frame, when that was found before the connection was handed over."""
-        self._arrival: Arrival | None = arrival
-        """What came with the connection, until somebody has read it."""
         self._buffer = bytearray()
         self._total_bytes = 0
+        self._caller: tuple[int, int] | None = None
+
+    def read_caller(self) -> tuple[int, int]:
+        """Give process and user id of the caller."""
+        if self._caller is None:
+            self._caller = self._ask_for_caller()
+        return self._caller
+
+    def _ask_for_caller(self) -> tuple[int, int]:
+        # The kernel notes these at connect(2) (unix(7)): nothing that the caller sends counts.
+        credentials = self.connection.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+        )
+        pid, uid, _gid = _CREDENTIALS.unpack(credentials)
+        return pid, uid
 
     def receive(self) -> bytes | None:
         """Give the next bytes, b"" at the end, None when there are none yet; keep descriptors."""
-        if self._arrival is not None:
-            arrival, self._arrival = self._arrival, None
-            self._refuse_too_many(is_cut=arrival.is_cut)
-            if arrival.data is not None:
-                return arrival.data
         try:
             data, ancillary, flags, _ = self.connection.recvmsg(
                 READ_BYTES, _CONTROL_BYTES, _RECEIVE_FLAGS
@@ -62,13 +68,10 @@ class FrameReader:
                 # A control message that was cut may end within a number.
                 numbers.frombytes(payload[: len(payload) - len(payload) % numbers.itemsize])
                 self.descriptors.extend(numbers)
-        self._refuse_too_many(is_cut=bool(flags & socket.MSG_CTRUNC))
-        return data
-
-    def _refuse_too_many(self, *, is_cut: bool) -> None:
         # The kernel has closed those that did not fit (unix(7)); the others are closed with the connection.
-        if is_cut or len(self.descriptors) > DESCRIPTORS_MAX:
+        if flags & socket.MSG_CTRUNC or len(self.descriptors) > DESCRIPTORS_MAX:
             raise UndecodableRequest("read the request: too many descriptors came with it")
+        return data
 
     def add(self, data: bytes) -> bool:
         """Take the next bytes in; whether the frame is whole now."""

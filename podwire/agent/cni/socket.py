@@ -27,7 +27,7 @@ from podwire.cni.errors import encode_error
 from podwire.model import wire
 from podwire.model.errors import InvalidEnvironment, PodwireError, Unavailable
 from podwire.model.right_of_way import RightOfWay
-from podwire.model.wire import Arrival, Reply, ReplyStatus
+from podwire.model.wire import Reply, ReplyStatus
 
 RELIEF_LOOK_S: Final = 0.25
 """Between two looks whether the thread is late, at the moments of the loop's other looks."""
@@ -57,18 +57,15 @@ class CniServer:
     def __init__(
         self,
         answer: Answer,
-        accept: Callable[[int], Arrival],
         count_refusal: Callable[[str], None] = lambda _limit: None,
         limits: SocketLimits | None = None,
         at_once: PromptRequests | None = None,
         way: RightOfWay | None = None,
     ) -> None:
-        """`accept` takes the next connection of a listener. `count_refusal` is told which limit a connection met.
-        `at_once` answers what need not wait, on a thread
+        """`count_refusal` is told which limit a connection met. `at_once` answers what need not wait, on a thread
         that has the listener, and takes `way` for it; None: all requests take their way over the loop.
         """
         self._answer = answer
-        self._accept_next = accept
         self._at_once = at_once
         self._way = way or RightOfWay()
         self._count_refusal = count_refusal
@@ -111,7 +108,7 @@ class CniServer:
             asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener)
             yield
             return
-        thread = AtOnce(listener, self._accept_next, self._at_once, self._take, self._way)
+        thread = AtOnce(listener, self._at_once, self._take, self._way)
         thread.start()
         relief = asyncio.create_task(self._relieve(thread, self._at_once, listener), name="relief")
         try:
@@ -158,7 +155,7 @@ class CniServer:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                reader = FrameReader(self._accept_next(listener.fileno()))
+                accepted, _ = listener.accept()
             except BlockingIOError:
                 return
             # accept(2): the launcher went away while it waited in the backlog.
@@ -172,7 +169,7 @@ class CniServer:
                 loop.remove_reader(listener.fileno())
                 loop.call_later(self._limits.accept_pause_s, self._accept_again, listener)
                 return
-            self._take(reader)
+            self._take(FrameReader(accepted))
 
     def _accept_again(self, listener: socket.socket) -> None:
         if listener.fileno() >= 0:
@@ -187,10 +184,11 @@ class CniServer:
             message = f"serve the request: {self._limits.connections_max} are being served"
             self._refuse(connection, Unavailable(message, hint="call again in a moment"))
             return
-        if reader.caller_uid != 0:
+        pid, uid = reader.read_caller()
+        if uid != 0:
             self._count_refusal("credentials")
-            _log.warning("refused a caller that is not root", extra={"pid": reader.caller_pid})
-            message = f"serve the request: its user id is {reader.caller_uid}, not root's"
+            _log.warning("refused a caller that is not root", extra={"pid": pid})
+            message = f"serve the request: its user id is {uid}, not root's"
             self._refuse(connection, InvalidEnvironment(message, hint="run the runtime as root"))
             return
         connection.start()

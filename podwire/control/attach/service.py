@@ -9,6 +9,7 @@ kernel has forgotten it.
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 from msgspec.structs import replace
@@ -99,7 +100,7 @@ class AttachService(msgspec.Struct, frozen=True):
         with self.ipam.reserved(_wish(request, identity.number)) as addresses:
             if addresses.needs_store:
                 return None
-            self._note("ADD", "resolve", begin_ns)
+            self.observe("ADD", "resolve", (self.clock.boottime_ns() - begin_ns) / 1e6)
             return self._attach(request, there, identity, addresses, cancelled)
 
     def announce(self) -> None:
@@ -121,9 +122,7 @@ class AttachService(msgspec.Struct, frozen=True):
                     extra={"container": endpoint.record.key.container_id, "op": "DEL"},
                 )
                 return
-            begin_ns = self.clock.boottime_ns()
-            self.endings.end(endpoint, "DEL")
-            self._note("DEL", "end", begin_ns)
+            self._timed("DEL", "end", lambda: self.endings.end(endpoint, "DEL"))
 
     def check(self, request: AttachRequest, namespace: PodNamespace | None) -> None:
         """Compare kernel, journal and the runtime's result; CheckFailed names every difference."""
@@ -249,7 +248,7 @@ class AttachService(msgspec.Struct, frozen=True):
             cancelled,
             wait_s=max(0.0, self.identities.wait_s - waited_s),
         )
-        self._note("ADD", "resolve", begin_ns)
+        self.observe("ADD", "resolve", (self.clock.boottime_ns() - begin_ns) / 1e6)
         return resolution
 
     def _fill(
@@ -279,9 +278,7 @@ class AttachService(msgspec.Struct, frozen=True):
             record = self._plan(endpoint_id, request, namespace, str(ipv4 or ""), str(ipv6 or ""))
             record = identity.write_into(record)
             self.context.host_ports.refuse_taken(record)
-            begin_ns = self.clock.boottime_ns()
-            self.journal.write(record)
-            self._note("ADD", "intent", begin_ns)
+            self._timed("ADD", "intent", lambda: self.journal.write(record))
         # Whatever went wrong: an address without a record would stay held until a restart.
         except BaseException:
             self.ipam.release(endpoint_id)
@@ -342,7 +339,6 @@ class AttachService(msgspec.Struct, frozen=True):
         """Do the recipe and commit; on any failure, a cancellation included, take back what was begun."""
         context = replace(self.context, namespace=namespace)
         begun: list[Step] = []
-        begin_ns = self.clock.boottime_ns()
         try:
             for step in RECIPES[self.mode]:
                 if not step.is_needed(endpoint.record):
@@ -355,10 +351,8 @@ class AttachService(msgspec.Struct, frozen=True):
                 # Noted before the step runs: a step that fails in its middle has something to undo, and every undo
                 # tolerates what is not there.
                 begun.append(step)
-                step.do(context, endpoint)
-                begin_ns = self._note("ADD", step.name, begin_ns)
-            self._commit(endpoint)
-            self._note("ADD", "commit", begin_ns)
+                self._timed("ADD", step.name, partial(step.do, context, endpoint))
+            self._timed("ADD", "commit", partial(self._commit, endpoint))
         except BaseException as error:
             self._take_back(endpoint, begun, error)
             raise
@@ -390,11 +384,10 @@ class AttachService(msgspec.Struct, frozen=True):
             ]
         return []
 
-    def _note(self, op: str, step: str, begin_ns: int) -> int:
-        """Tell how long a step took that ends now; gives this moment (CLOCK_BOOTTIME)."""
-        now_ns = self.clock.boottime_ns()
-        self.observe(op, step, (now_ns - begin_ns) / 1e6)
-        return now_ns
+    def _timed(self, op: str, step: str, do: Callable[[], object]) -> None:
+        begin_ns = self.clock.boottime_ns()
+        do()
+        self.observe(op, step, (self.clock.boottime_ns() - begin_ns) / 1e6)
 
 
 def _require_namespace(request: AttachRequest, namespace: PodNamespace | None) -> PodNamespace:

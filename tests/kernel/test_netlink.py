@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from podwire.kernel import xfrm
 from podwire.kernel.netlink import (
     NetlinkSocket,
     Request,
@@ -223,3 +224,10 @@ def test_a_dump_is_whole_while_devices_come_and_go(host: Namespace, netlink: Net
     finally:
         stop.set()
         thread.join()
+
+
+def test_a_kernel_without_ipsec_has_no_policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        xfrm, "_NETLINK_XFRM", 31
+    )  # the last number there may be, which no kernel gives
+    assert not xfrm.has_policies()

@@ -227,7 +227,6 @@ def test_a_dump_is_whole_while_devices_come_and_go(host: Namespace, netlink: Net
 
 
 def test_a_kernel_without_ipsec_has_no_policies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        xfrm, "_NETLINK_XFRM", 31
-    )  # the last number there may be, which no kernel gives
+    # The last number that a protocol of netlink may have, which the kernel gives to none.
+    monkeypatch.setattr(xfrm, "_NETLINK_XFRM", 31)
     assert not xfrm.has_policies()

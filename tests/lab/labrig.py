@@ -382,10 +382,16 @@ def _list_processes(names: Sequence[str]) -> list[str]:
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0")
             text = b" ".join(words).decode(errors="replace")
-            told = f"{text} > {os.readlink(entry / 'fd' / '1')}"
+            told = f"{text} > {_find_output(entry)}"
             if any(f"/run/podwire/lab/{name}" in told for name in names) or _is_orphan(entry, text):
                 found.append(f"{entry.name}: {told}")
     return found
+
+
+def _find_output(entry: Path) -> str:
+    with contextlib.suppress(OSError):  # it has closed it
+        return os.readlink(entry / "fd" / "1")
+    return ""
 
 
 def _is_orphan(entry: Path, text: str) -> bool:

@@ -1,4 +1,4 @@
-"""Agents that are forked from one process, which has imported everything: a third of what an agent's start takes.
+"""Agents that are forked from one process, which has imported everything: half of what an agent's start takes.
 
 `AgentForks` starts that process (tests.lab.forking) and asks it for agents. `ForkedAgent` is one of them, with what
 tests need of `subprocess.Popen`. The process ends when the test closes the connection; its agents are ended by the rig.

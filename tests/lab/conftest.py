@@ -22,7 +22,7 @@ def no_leaks() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def labs_are_quick(no_leaks: None) -> Iterator[None]:
-    """Fork the agents of labs, and lend them programs; `scripts/demo` and the tests of rigs do neither."""
+    """Fork the agents of labs, and lend them programs. Nobody else has programs lent; most others execute the agent."""
     del no_leaks
     with quick_labs():
         yield

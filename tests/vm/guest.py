@@ -201,9 +201,10 @@ def boot(kernel: Kernel, root: Path, command: str, directory: Path, timeout_s: f
     (directory / "run.sh").write_text(script)
     _run("debugfs", "-w", "-R", f"write {directory / 'run.sh'} run.sh", str(image))
     output, console = directory / f"{kernel.release}.out", directory / f"{kernel.release}.console"
-    # A guest computes all the time and other tests mostly wait: it gets what they leave, so that their deadlines hold.
+    # A guest computes all the time and other tests mostly wait: they go first, so that their deadlines hold. With what
+    # they leave alone (19), two guests were on the way for minutes when all others had ended.
     before = [
-        *("nice", "-n", "19"),
+        *("nice", "-n", "5"),
         *("qemu-system-x86_64", *EMULATION, "-m", str(MEMORY_MIB)),
         *("-nodefaults", "-no-reboot", "-display", "none"),
         *("-kernel", str(kernel.image), "-initrd", str(_initramfs(kernel, directory))),

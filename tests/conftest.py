@@ -1,9 +1,8 @@
 """Tiers, counts, workers and the listing of what was skipped, for every test.
 
 A test belongs to the tier of its folder (tests/lab -> `lab`) or of its marker; `--tiers` says which run, bare `pytest`
-runs `unit`, which needs no privilege. `--full` raises the counts of randomised tests to those of the issues, and lets
-them begin with a seed that nobody has tried. `scripts/test` spreads all over workers (spread.py) and shows where they
-are (progress.py).
+runs `unit`, which needs no privilege. `--full` raises the counts of randomised tests, and lets them begin with a seed
+that nobody has tried. `scripts/test` spreads all over workers (spread.py) and shows where they are (progress.py).
 """
 
 import gc
@@ -41,7 +40,7 @@ settings.register_profile("full", _PATIENT, max_examples=1000, print_blob=True)
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("podwire")
     group.addoption("--tiers", default="unit", help="comma-separated tiers to run")
-    group.addoption("--full", action="store_true", help="counts of the issues, not the short ones")
+    group.addoption("--full", action="store_true", help="large counts of randomised tests")
     group.addoption("--seed", type=int, default=None, help="seed of randomised tests")
     group.addoption("--learn", action="store_true", help="write tests/seconds.json (with workers)")
 
@@ -69,8 +68,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_configure(config: pytest.Config) -> None:
     _choose_cases(config)
     if _may_leave_something() and not _is_worker(config) and not config.option.collectonly:
-        for left in leavings.remove_leavings():
+        removal = leavings.remove_leavings()
+        for left in removal.removed:
             print(f"removed what a run left that was killed: {left}")
+        for left in removal.failed:
+            print(
+                f"could not remove what a run left that was killed (the next run tries again): {left}"
+            )
     leavings.mark_children()
     if _is_worker(config):
         # What the hander-out proposes is a directory in its /tmp; ours may be another (scripts/own-room).
@@ -168,7 +172,7 @@ def _programs_start_quickly() -> Iterator[None]:
 
 @pytest.fixture
 def full(request: pytest.FixtureRequest) -> bool:
-    """Tell whether the counts of the issues are asked for."""
+    """Tell whether large counts are asked for."""
     return bool(request.config.getoption("--full"))
 
 

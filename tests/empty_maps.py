@@ -1,5 +1,6 @@
 """Maps as they were when they were new."""
 
+import errno
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -9,14 +10,13 @@ from podwire.datapath import abi
 from podwire.kernel import bpf
 from podwire.kernel.bpf_ring import RingReader
 
-_MAPS_OF_MAPS: Final = (bpf.MapType.ARRAY_OF_MAPS, bpf.MapType.HASH_OF_MAPS)
 _ARRAYS: Final = (bpf.MapType.ARRAY, bpf.MapType.PERCPU_ARRAY)
 
 
 def clear(map_: bpf.Map) -> None:
     """Make a map as it was when it was new."""
     kind = map_.info.type
-    if kind in _MAPS_OF_MAPS:
+    if kind == bpf.MapType.ARRAY_OF_MAPS:
         for _, inner_id in map_.items():
             inner = bpf.open_map_by_id(int.from_bytes(inner_id, "little"))
             assert inner is not None
@@ -36,8 +36,9 @@ def clear_hashes(hashes: Iterable[bpf.Map], key_bytes: int) -> None:
     """Remove the rows of many hashes, most of which have none: such a one costs its share of a system call."""
     key = ffi.new("char[]", key_bytes)
     for map_ in hashes:
-        if not lib.bpf_map_get_next_key(map_.fd, ffi.NULL, key):
-            map_.clear()
+        if lib.bpf_map_get_next_key(map_.fd, ffi.NULL, key) and ffi.errno == errno.ENOENT:
+            continue
+        map_.clear()
 
 
 def zero_rows(table: bpf.Map) -> None:
@@ -48,7 +49,7 @@ def zero_rows(table: bpf.Map) -> None:
 
 
 def changed_rows(table: bpf.Map) -> Iterator[tuple[bytes, bytes]]:
-    """Give the rows of an array that are not zero; to look at each of thousands takes an emulated machine its time."""
+    """Give the rows of an array that are not zero; to look at each of thousands is slow under emulation."""
     for keys, values in table.batches():
         key_bytes = table.info.key_size
         rows = len(keys) // key_bytes

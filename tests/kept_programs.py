@@ -1,4 +1,4 @@
-"""Programs and maps of nodes that were, for the next node of this process.
+"""Programs and maps of earlier nodes, for the next node of this process.
 
 Most tests of nodes ask what programs do, not how they are loaded: that takes half of such a test's processor time, and
 half a minute for each node under emulation. Here the descriptors of what a node has loaded are kept when it goes, and
@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
@@ -19,20 +20,20 @@ from podwire.datapath import abi
 from podwire.datapath.loading import OBJECTS
 from podwire.datapath.plan import NodePlan
 from podwire.datapath.programs import Capacities, Pins
-from podwire.datapath.templates import read_template
+from podwire.datapath.templates import ID_DIGITS, read_template
 from podwire.kernel import bpf
 from podwire.kernel.bpf_object import BpfObject
 from podwire.kernel.bpf_program import Program, open_pinned_program
 from tests.empty_maps import clear
 
-SETS_MAX: Final = 6
-"""A process keeps no more: one has some 30 MB of the kernel's memory."""
+FREE_SETS_MAX: Final = 6
+"""A process keeps no more than these for nodes to come: one has some 30 MB of the kernel's memory."""
 EMPTY_CELLS: Final = Path(__file__).parents[1] / "build" / "bpf" / "empty_cells.test.bpf.o"
 CELLS: Final = "pw_stack_cells"
-"""The map that it empties: the calls of user space would take longer for it than for all others together."""
+"""The map that `empty_cells` empties: the calls of user space would take longer for it than for all others together."""
 
 
-@dataclass
+@dataclass(eq=False)
 class KeptSet:
     """What one node has loaded. Owner of the descriptors."""
 
@@ -45,7 +46,7 @@ class KeptSet:
     free_s: float = 0.0
     """From when on nothing runs its programs, where it is not lent."""
 
-    def lay_out(self, directory: Path) -> None:
+    def lend(self, directory: Path) -> None:
         """Empty the maps, and pin everything where a node with this directory looks."""
         self.empty_cells.call()
         for name, map_ in self.maps.items():
@@ -59,6 +60,12 @@ class KeptSet:
             map_.pin(str(pins.maps / name))
         for name, program in self.programs.items():
             program.pin(str(home / name))
+        self.is_lent = True
+
+    def take_back(self, rest_s: float) -> None:
+        """Have it for another node, `rest_s` after this one's end."""
+        self.is_lent, self.free_s = False, time.monotonic() + rest_s
+        _forget_oldest()
 
     def close(self) -> None:
         """Let go of everything."""
@@ -80,10 +87,8 @@ class Loan:
 
     def learn(self) -> None:
         """Keep what the node has loaded, which has begun now, if nothing was lent to it."""
-        if self.lent is None and len(_kept) < SETS_MAX:
-            self.lent = _open_set(self.directory, self.template_id, self.capacities)
-            if self.lent is not None:
-                _kept.append(self.lent)
+        if self.lent is None:
+            self.lent = _keep_set(self.directory, self.template_id, self.capacities)
 
 
 @contextlib.contextmanager
@@ -96,13 +101,12 @@ def loan(plan: NodePlan, *, rest_s: float = 0.0) -> Iterator[Loan]:
     found = _find(template_id, plan.capacities)
     made = Loan(plan.bpf_dir, template_id, plan.capacities, found)
     if found is not None:
-        found.is_lent = True
-        found.lay_out(plan.bpf_dir)
+        found.lend(plan.bpf_dir)
     try:
         yield made
     finally:
         if made.lent is not None:
-            made.lent.is_lent, made.lent.free_s = False, time.monotonic() + rest_s
+            made.lent.take_back(rest_s)
 
 
 class DirectoryLoans:
@@ -125,26 +129,21 @@ class DirectoryLoans:
         self._capacities[directory] = capacities
         found = None if directory.exists() else _find(self._template_id, capacities)
         if found is not None:
-            found.is_lent = True
-            found.lay_out(directory)
+            found.lend(directory)
             self._lent[directory] = found
 
     def keep(self, directories: Iterable[Path]) -> None:
         """Keep what nodes have loaded themselves, before they go."""
         for directory in directories:
-            if (
-                directory in self._lent
-                or directory not in self._capacities
-                or len(_kept) >= SETS_MAX
-            ):
+            if directory in self._lent or directory not in self._capacities:
                 continue
-            homes = sorted(Pins(directory, abi.ABI_VERSION).programs.glob("*"))
+            # A directory with another name is of an agent that was killed while it loaded.
+            homes = sorted(Pins(directory, abi.ABI_VERSION).programs.glob("[0-9a-f]" * ID_DIGITS))
             if len(homes) == 1 and self._template_id in ("", homes[0].name):
-                kept = _open_set(directory, homes[0].name, self._capacities[directory])
+                kept = _keep_set(directory, homes[0].name, self._capacities[directory])
                 if kept is not None:
                     self._template_id = homes[0].name
                     self._lent[directory] = kept
-                    _kept.append(kept)
 
     def end(self, directories: Iterable[Path]) -> None:
         """Take back what nodes had that are gone."""
@@ -152,18 +151,35 @@ class DirectoryLoans:
             self._capacities.pop(directory, None)
             lent = self._lent.pop(directory, None)
             if lent is not None:
-                lent.is_lent, lent.free_s = False, time.monotonic() + self._rest_s
+                lent.take_back(self._rest_s)
 
 
 def _find(template_id: str, capacities: Capacities) -> KeptSet | None:
+    """Find a set that nobody has: of several, the one that was given back last."""
     now_s = time.monotonic()
     wanted = template_id, capacities
     free = [kept for kept in _kept if not kept.is_lent and kept.free_s <= now_s]
-    return next((kept for kept in free if (kept.template_id, kept.capacities) == wanted), None)
+    fit = [kept for kept in free if (kept.template_id, kept.capacities) == wanted]
+    return max(fit, key=attrgetter("free_s"), default=None)
+
+
+def _keep_set(directory: Path, template_id: str, capacities: Capacities) -> KeptSet | None:
+    """Keep what is pinned in a node's directory; None when the node has other programs."""
+    kept = _open_set(directory, template_id, capacities)
+    if kept is not None:
+        _kept.append(kept)
+    return kept
+
+
+def _forget_oldest() -> None:
+    """Let go of sets that nobody has for longest: what other tests began with may never be asked for again."""
+    free = sorted((kept for kept in _kept if not kept.is_lent), key=attrgetter("free_s"))
+    for kept in free[:-FREE_SETS_MAX]:
+        _kept.remove(kept)
+        kept.close()
 
 
 def _open_set(directory: Path, template_id: str, capacities: Capacities) -> KeptSet | None:
-    """Open what is pinned in a node's directory; None when the node has other programs."""
     pins = Pins(directory, abi.ABI_VERSION)
     home = pins.programs / template_id
     if not home.is_dir() or not (pins.maps / CELLS).exists():

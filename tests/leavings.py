@@ -14,8 +14,11 @@ import re
 import secrets
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from subprocess import PIPE
 from typing import Final
 
 import msgspec
@@ -56,7 +59,7 @@ class Note(msgspec.Struct, frozen=True):
 
 
 def new_name() -> str:
-    """Give a name that nothing else has; 10 or 11 characters, as names of devices are made of it."""
+    """Give a name that nothing else has; 10 characters or a few more, as names of devices are made of it."""
     return f"{NAME}{next(_numbers):x}"
 
 
@@ -98,19 +101,46 @@ def _has_lost_owner(text: str) -> bool:
     return namespace == _pid_namespace("self") and not is_running(Process(pid, ticks))
 
 
-def remove_leavings() -> list[str]:
-    """Remove what processes of pytest left that are gone; gives what that was."""
-    orphans = _list_orphans()
-    end_all(orphans)
-    found = [f"process {process.pid}" for process in orphans]
-    found += _remove_clusters()
+@dataclass
+class Removal:
+    """What was removed, and what could not be."""
+
+    removed: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    def attempt(self, what: str, remove: Callable[[], object]) -> None:
+        """Remove something; whatever goes wrong stops nothing else."""
+        try:
+            remove()
+        except (PodwireError, OSError, subprocess.CalledProcessError) as error:
+            self.failed.append(f"{what}: {error}")
+        else:
+            self.removed.append(what)
+
+
+def remove_leavings() -> Removal:
+    """Remove what processes of pytest left that are gone. What cannot be removed is left to the next run."""
+    removal = Removal()
+    # Workers may outlive for a while who handed out their tests. Their own children are orphans only when they have
+    # been ended.
+    while not removal.failed and (orphans := _list_orphans()):
+        named = ", ".join(str(process.pid) for process in orphans)
+        removal.attempt(f"processes {named}", partial(end_all, orphans))
+    _remove_clusters(removal)
     for note in sorted(RUNS.glob("??????")):
         with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):  # it ends meanwhile
             known = msgspec.json.decode(note.read_bytes(), type=Note)
             if not is_running(known.process):
-                found += _remove_all(note.name, known.temporary)
-                note.unlink(missing_ok=True)
-    return found
+                remove_noted(removal, note, known)
+    return removal
+
+
+def remove_noted(removal: Removal, note: Path, known: Note) -> None:
+    """Remove what a process left that a note tells of, and then the note."""
+    failed_before = len(removal.failed)
+    _remove_all(removal, note.name, known.temporary)
+    if len(removal.failed) == failed_before:
+        note.unlink(missing_ok=True)
 
 
 def _list_orphans() -> list[Process]:
@@ -137,38 +167,38 @@ def _pid_namespace(pid: str) -> int:
     return os.stat(f"/proc/{pid}/ns/pid").st_ino
 
 
-def _remove_clusters() -> list[str]:
-    """Remove clusters whose run is gone; what cannot be removed is left to the next run, and named."""
-    removed = []
+def _remove_clusters(removal: Removal) -> None:
+    """Remove clusters whose run is gone."""
     for name in residue.list_names():
         made = _CLUSTER_NAME.fullmatch(name)
         if made and _has_lost_owner(made[1].replace("-", ".")):
-            with contextlib.suppress(PodwireError):
-                clusters.down(name)
-            removed.append(f"cluster {name}")
-    return removed
+            removal.attempt(f"cluster {name}", partial(clusters.down, name))
 
 
-def _remove_all(mark: str, temporary: str) -> list[str]:
-    """Remove what carries a mark; what cannot be removed is left to the next run, and named."""
-    removed = []
+def _remove_all(removal: Removal, mark: str, temporary: str) -> None:
+    """Remove what carries a mark."""
     for lab in _list_labs(f"t{mark}-"):
-        with contextlib.suppress(PodwireError):
-            labs.down(lab, progress=lambda _line: None)
-        removed.append(f"lab {lab}")
+        removal.attempt(f"lab {lab}", partial(labs.down, lab, progress=lambda _line: None))
     names = [name for name in netns.list_named() if name.startswith(f"pwt{mark}")]
-    end_all(list_processes_in({os.stat(netns.named_path(name)).st_ino for name in names}))
+    inside = list_processes_in({os.stat(netns.named_path(name)).st_ino for name in names})
+    if inside:
+        removal.attempt(f"{len(inside)} processes in namespaces", partial(end_all, inside))
     for name in names:
-        netns.delete_named(name)
-        removed.append(f"namespace {name}")
-    for mounted in _list_mounts_below(temporary):
-        subprocess.run(["umount", "-l", mounted], check=False, capture_output=True)
-        removed.append(f"what is mounted at {mounted}")
-    for root in (Path("/sys/fs/bpf"), Path("/run"), Path("/tmp")):
-        for path in root.glob(f"pwt{mark}*"):
-            shutil.rmtree(path, ignore_errors=True)
-            removed.append(str(path))
-    return removed
+        removal.attempt(f"namespace {name}", partial(netns.delete_named, name))
+    roots = [root / f"pwt{mark}" for root in (Path("/sys/fs/bpf"), Path("/run"), Path("/tmp"))]
+    for mounted in _list_mounts_below(f"{temporary}/", *map(str, roots)):
+        unmount = partial(subprocess.run, ["umount", "-l", mounted], check=True, stderr=PIPE)
+        removal.attempt(f"what is mounted at {mounted}", unmount)
+    for root in roots:
+        for path in root.parent.glob(f"{root.name}*"):
+            removal.attempt(str(path), partial(_remove_path, path))
+
+
+def _remove_path(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _list_labs(prefix: str) -> list[str]:
@@ -178,7 +208,7 @@ def _list_labs(prefix: str) -> list[str]:
     return sorted({name for name in (*inside, *paths) if name.startswith(prefix)})
 
 
-def _list_mounts_below(directory: str) -> list[str]:
+def _list_mounts_below(*prefixes: str) -> list[str]:
     points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     # The innermost first: one that is under another is hidden by it.
-    return sorted((path for path in points if path.startswith(f"{directory}/")), reverse=True)
+    return sorted((path for path in points if path.startswith(prefixes)), reverse=True)

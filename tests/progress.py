@@ -88,7 +88,8 @@ class Progress:
         """When each test began that runs now."""
         self._course = Course(count_workers(config))
         self._teller = threading.Thread(target=self._tell, name="progress", daemon=True)
-        self._tests = 0
+        self._tests: int | None = None
+        """How many there are; None = nobody has collected yet."""
 
     @pytest.hookimpl
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Producer) -> Spreading:
@@ -98,7 +99,7 @@ class Progress:
     def pytest_xdist_node_collection_finished(self, node: WorkerController, ids: list[str]) -> None:
         """Know what is to come, from the first worker that has collected."""
         del node
-        if self._tests:
+        if self._tests is not None:
             return
         self._tests = len(ids)
         counts = Counter(map(group_of, ids))
@@ -126,7 +127,13 @@ class Progress:
 
     @pytest.hookimpl
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self._course.finish(nodeid, time.monotonic() - self._since_s.pop(nodeid))
+        now_s = time.monotonic()
+        self._course.finish(nodeid, now_s - self._since_s.pop(nodeid, now_s))
+
+    @pytest.hookimpl
+    def pytest_handlecrashitem(self, crashitem: str) -> None:
+        """Count a test in which a worker died: nobody else says that it has ended."""
+        self.pytest_runtest_logfinish(crashitem)
 
     @pytest.hookimpl
     def pytest_sessionfinish(self) -> None:
@@ -142,11 +149,11 @@ class Progress:
     def _line(self) -> str:
         now_s = time.monotonic()
         running_s = {test: now_s - since_s for test, since_s in dict(self._since_s).items()}
-        done = self._tests - sum(group.left for group in self._course.groups.values())
+        done = (self._tests or 0) - sum(group.left for group in self._course.groups.values())
         left_s = self._course.left_s(running_s)
         slow = [f"{test} ({clock(one_s)})" for test, one_s in running_s.items() if one_s > NAMED_S]
         return (
-            f"{clock(now_s - self._began_s)} gone, about {clock(left_s)} left: {done} of {self._tests} tests"
+            f"{clock(now_s - self._began_s)} gone, about {clock(left_s)} left: {done} of {self._tests or 0} tests"
             + "".join(f"\n      still running: {test}" for test in slow)
         )
 

@@ -2,8 +2,9 @@
 
 What such a room is, scripts/own-room says. Groups of tests are handed out whole, the longest first, so that no long one
 begins when the others are done. A group is a file, because what tests share is made for a file; tests of the files in
-SEPARATE share nothing and go one by one, and those of PARTED in a few parts. How long groups take stands in
-seconds.json, which pytest's option --learn writes; it decides about order and forecasts, never about what runs.
+SEPARATE share nothing that takes long to make and go one by one, and those of PARTED in a few parts. How long groups
+take stands in seconds.json, which pytest's option --learn writes; it decides about order and forecasts, never about
+what runs.
 """
 
 import json
@@ -58,8 +59,14 @@ def read_seconds() -> Mapping[str, float]:
 
 
 def write_seconds(measured: Mapping[str, float]) -> None:
-    """Keep what groups took; those that did not run keep their number."""
+    """Keep what groups took; those that did not run keep their number, as long as their file is there."""
     known = {**read_seconds(), **{name: round(seconds, 1) for name, seconds in measured.items()}}
+    root = SECONDS_FILE.parents[1]
+    known = {
+        name: one
+        for name, one in known.items()
+        if (root / name.split()[0].partition("::")[0]).exists()
+    }
     SECONDS_FILE.write_text(json.dumps(dict(sorted(known.items())), indent=0) + "\n")
 
 
@@ -86,7 +93,8 @@ class Spreading(LoadScopeScheduling):  # type: ignore[misc]
         return group_of(nodeid)
 
     def _reschedule(self, node: WorkerController) -> None:
-        # Of two workers that were replaced at a time, the first one that has collected has work given to all.
+        # When two workers are replaced at once, the first to finish collecting has work given to both, and the other
+        # one cannot take any yet.
         if node not in self.registered_collections:
             return
         # A worker needs to know its next test before it runs one. Whoever has two is busy; a group more in its queue

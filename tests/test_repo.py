@@ -50,7 +50,14 @@ def tracked(*patterns: str) -> list[Path]:
 
 if not (ROOT / ".git").exists():
     pytest.skip("not a git checkout", allow_module_level=True)
-PYTHON: Final = tracked("podwire/*.py", "bench/*.py", "tests/*.py")
+PYTHON: Final = [
+    *tracked("podwire/*.py", "bench/*.py", "tests/*.py"),
+    *(
+        path
+        for path in tracked("scripts/*")
+        if path.read_text().startswith("#!/usr/bin/env python3")
+    ),
+]
 SOURCES: Final = [path for path in PYTHON if not path.is_relative_to(ROOT / "tests")]
 C_FILES: Final = tracked("bpf/*.[ch]", "launcher/*.[ch]", "bench/*.c")
 

@@ -6,7 +6,7 @@
 
 #include <bpf/bpf_helpers.h>
 
-/* Stands for pw_stack_cells (podwire/maps.h), whatever that has of rows. */
+/* Stands for pw_stack_cells (podwire/maps.h), however many rows that has. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, 1);

@@ -93,7 +93,8 @@ def get(
     """Show the objects of a kind, or one object.
 
     KIND: networkpolicy (netpol), ciliumnetworkpolicy (cnp), ciliumclusterwidenetworkpolicy (ccnp), ciliumcidrgroup
-    (ccg), namespace (ns), workload, identity; or their plural.
+    (ccg), namespace (ns), workload, identity, node (pwn), nodeendpoints, nodes.core, pod (po), ippool (pool), ipblock,
+    ipaddress, service (svc), endpointslice; or their plural.
     """
     known_kind = read_kind(kind)
     if namespace and all_namespaces:

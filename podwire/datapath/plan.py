@@ -1,8 +1,8 @@
 """What a node wants of its kernel apart from its pods: settings, ipcache, masquerade, unreachable blocks.
 
 `agent.node` makes a `NodePlan` from the configuration, `datapath.node` applies it. Pure but for `list_own_addresses`,
-which looks at the node's devices. Invariant: an address inside the cluster is never "world", and the node's own
-blocks are marked as such, so that an address nobody has is refused instead of being sent away (datapath.md rule 10).
+which looks at the node's devices. Invariant: an address inside the cluster is never "world", and the node's own blocks
+are marked as such, so that an address nobody has is refused instead of being sent away (docs/datapath.md, rule 10).
 """
 
 import ipaddress

@@ -112,7 +112,7 @@ class TunnelPlan(msgspec.Struct, frozen=True):
     mode: TunnelMode
     port: int
     mac: str
-    """Its own on every node: with equal ones VXLAN drops what hosts send (datapath.md rule 8)."""
+    """Its own on every node: with equal ones VXLAN drops what hosts send (docs/datapath.md, rule 8)."""
     mtu_bytes: int
     addresses: tuple[IPAddress, ...]
     local: IPAddress

@@ -233,7 +233,7 @@ class PolicyDatapath(Protocol):
         """Change a slot in place, `put` before `remove`. Overflow is found before anything is written."""
 
     def remove_slots(self, slots: Iterable[int]) -> None:
-        """Delete every entry of slots that no row names any more, after the fence of datapath.md rule 17."""
+        """Delete every entry of slots that no row names any more, after the fence of docs/datapath.md, rule 17."""
 
     def read_slot(self, slot: int) -> PolicyRows:
         """Give what a slot holds, for restore, CHECK and people."""

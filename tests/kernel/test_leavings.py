@@ -1,6 +1,7 @@
 """A run of the tests that is killed: the next one removes what it left, and nothing of a run that lives."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,7 +92,7 @@ def test_what_a_killed_run_left_is_removed_and_nothing_of_one_that_lives(tmp_pat
         assert all(killed.left().values()), killed.left()
         killed.process.send_signal(signal.SIGKILL)
         killed.process.wait(waiting.DEADLINE_S)
-        removed = leavings.remove_leavings()
+        removed = leavings.remove_leavings().removed
         assert not any(killed.left().values()), killed.left()
         assert all(living.left().values()), living.left()
         assert not residue.list_left(killed.cluster)
@@ -108,14 +109,37 @@ def test_a_pid_that_is_used_again_does_not_keep_what_was_left() -> None:
     note = leavings.Note(Process(own.pid, own.start_ticks - 1), "/nonexistent")
     (leavings.RUNS / mark).write_bytes(msgspec.json.encode(note))
     netns.create_named(f"pwt{mark}x").close()
-    assert f"namespace pwt{mark}x" in leavings.remove_leavings()
+    assert f"namespace pwt{mark}x" in leavings.remove_leavings().removed
     assert not (leavings.RUNS / mark).exists()
 
 
 def test_a_run_is_noted_while_it_lives() -> None:
     assert (leavings.RUNS / leavings.MARK).exists()
-    assert not [what for what in leavings.remove_leavings() if leavings.MARK in what]
+    assert not [what for what in leavings.remove_leavings().removed if leavings.MARK in what]
     assert (leavings.RUNS / leavings.MARK).exists()
+
+
+def test_what_cannot_be_removed_is_named_and_left_to_the_next_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = describe_process(os.getpid())
+    mark = "0ddba2"
+    directory, note = Path("/run", f"pwt{mark}x"), leavings.RUNS / mark
+    killed = leavings.Note(Process(own.pid, own.start_ticks - 1), "/nonexistent")
+    note.write_bytes(msgspec.json.encode(killed))
+    directory.mkdir()
+
+    def refuse(path: Path) -> None:
+        raise OSError(f"{path} is busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuse)
+        first = leavings.remove_leavings()
+    assert f"{directory}: {directory} is busy" in first.failed
+    assert str(directory) not in first.removed
+    assert note.exists()
+    assert str(directory) in leavings.remove_leavings().removed
+    assert not note.exists()
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"process": 1}'])

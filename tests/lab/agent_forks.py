@@ -13,10 +13,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO, Final
 
 from podwire.model.closing import Closing
 
+ROOT: Final = Path(__file__).resolve().parents[2]
 ORDER_MAX_BYTES: Final = 1 << 16
 
 
@@ -75,6 +77,7 @@ class AgentForks(Closing):
                 [sys.executable, "-m", "tests.lab.forking", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
+                cwd=ROOT,
             )
 
     def start(

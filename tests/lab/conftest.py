@@ -1,6 +1,7 @@
 """Labs for the tests of this folder, and the check that none of them leaves anything on the machine."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -22,7 +23,7 @@ def no_leaks() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def labs_are_quick(no_leaks: None) -> Iterator[None]:
-    """Fork the agents of labs, and lend them programs. Nobody else has programs lent; most others execute the agent."""
+    """Fork the agents of labs, and lend them programs. A rig executes its agent, which loads its programs itself."""
     del no_leaks
     with quick_labs():
         yield
@@ -31,16 +32,14 @@ def labs_are_quick(no_leaks: None) -> Iterator[None]:
 @pytest.fixture
 def make_lab() -> Iterator[MakeLab]:
     """Make labs that end with the test: `make_lab(nodes=1, families="46")`."""
-    made: list[Lab] = []
+    with ExitStack() as made:
 
-    def make(nodes: int = 1, families: str = "46", name: str = "", **shape: object) -> Lab:
-        lab = Lab(nodes, families, name, **shape)
-        made.append(lab)
-        return lab
+        def make(nodes: int = 1, families: str = "46", name: str = "", **shape: object) -> Lab:
+            lab = Lab(nodes, families, name, **shape)
+            made.callback(lab.close)
+            return lab
 
-    yield make
-    for lab in made:
-        lab.close()
+        yield make
 
 
 def _lab(nodes: int, families: str) -> Iterator[Lab]:

@@ -1,7 +1,7 @@
 """A lab for tests: made by the code that people use, asked by other tools (`ip`, `tc`, the API's socket by hand).
 
-Names begin with the mark of this run (tests/leavings.py), so that the leak check can tell what is ours from what
-others do on this machine.
+Only how agents start is not what people use (tests/lab/quick_labs.py). Names begin with the mark of this run
+(tests/leavings.py), so that the leak check can tell what is ours from what others do on this machine.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from podwire.cli.main import main
+from podwire.kernel import netns
 from podwire.lab import labs
 from podwire.lab.pod import launcher_program
 from podwire.lab.state import LabState, read_state
@@ -30,7 +31,6 @@ from tests import leavings
 from tests.lab.rig import Outcome, run
 from tests.waiting import wait_for
 
-DEADLINE_S: Final = 120.0
 ATTEMPTS: Final = 5
 _numbers = itertools.count(1)
 
@@ -346,7 +346,7 @@ def leaks(names: Sequence[str], before: Mapping[str, object]) -> dict[str, objec
     """Name what labs with these names left behind, and what changed in our own network namespace."""
     found: dict[str, object] = {}
     prefixes = tuple(f"pw.{name}" for name in names)
-    left = [name for name in os.listdir("/run/netns") if name.startswith(prefixes)]
+    left = [name for name in netns.list_named() if name.startswith(prefixes)]
     if left:
         found["namespaces"] = left
     for root in (Path("/run/podwire/lab"), Path("/sys/fs/bpf/podwire/lab")):
@@ -372,8 +372,8 @@ def own_namespace() -> dict[str, object]:
 
 
 def _list_processes(names: Sequence[str]) -> list[str]:
-    """Find processes that were told of a lab in their command line, or write there what they say (a forked agent), or
-    run in a namespace that has no name any more.
+    """Find processes that were told of a lab in their command line, or write there what they say (a forked agent), and
+    servers in a namespace that has no name any more.
     """
     found = []
     for entry in Path("/proc").iterdir():
@@ -399,7 +399,7 @@ def _is_orphan(entry: Path, text: str) -> bool:
     if "podwire.lab.serve" not in text or not _sees_our_names(entry):
         return False
     inode = os.stat(entry / "ns" / "net").st_ino
-    return all(os.stat(path).st_ino != inode for path in Path("/run/netns").iterdir())
+    return all(os.stat(netns.named_path(name)).st_ino != inode for name in netns.list_named())
 
 
 def _sees_our_names(entry: Path) -> bool:

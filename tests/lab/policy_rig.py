@@ -19,8 +19,9 @@ from typing import Any, Final
 from podwire.kernel import netns
 from podwire.kernel.fd import Fd
 from podwire.model.closing import Closing
-from tests.lab.rig import Rig, run, wait_for
+from tests.lab.rig import Rig, run
 from tests.policy_cases import NAMESPACES, OUTSIDE, PODS, Pod
+from tests.waiting import wait_for
 
 POD_CIDRS: Final = ("10.244.1.0/24", "fd10:244:0:1::/64")
 HOSTS_OUTSIDE: Final = ("client", "server")
@@ -297,7 +298,7 @@ def wait_for_now(condition: Any, deadline_s: float, what: str) -> None:
     while time.monotonic() < begin_s + 0.5:
         if condition():
             return
-    wait_for(condition, deadline_s, what)
+    wait_for(condition, what, deadline_s)
 
 
 def pod_environment(pod: Pod) -> dict[str, str]:

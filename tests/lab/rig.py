@@ -15,14 +15,15 @@ import socket
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
 
 from podwire.model.closing import Closing
-from tests import leavings, waiting
+from tests import leavings
 from tests.lab.agent_forks import AgentForks, ForkedAgent
+from tests.waiting import wait_for
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 LAUNCHER: Final = ROOT / "build" / "bin" / "podwire-cni"
@@ -34,11 +35,6 @@ AGENT: Final = ("-c", "import sys; from podwire.agent.main import main; sys.exit
 CRASH_AGENT: Final = ("-m", "tests.lab.crash_agent")
 _LED_TO_A_POD: Final = re.compile(r"\. (\d+) : ([0-9a-f.:]+) \. \d+")
 """An element of the table's maps of host ports, as `nft` lists it."""
-
-
-def wait_for(condition: Callable[[], Any], deadline_s: float, what: str) -> Any:
-    """Look until `condition` gives something true; fail after the deadline."""
-    return waiting.wait_for(condition, what, deadline_s)
 
 
 def run(*command: str, check: bool = True) -> str:
@@ -206,7 +202,7 @@ class Rig(Closing):
             ):  # nobody listens yet, or the agent ended before it answered
                 return False
 
-        wait_for(ready, START_DEADLINE_S, "the agent to be ready")
+        wait_for(ready, "the agent to be ready", START_DEADLINE_S)
 
     def stop(self) -> int:
         """Stop the agent as a service manager does; gives its exit code."""
@@ -250,7 +246,7 @@ class Rig(Closing):
             states = self.get("/status")[1]["endpoints"]["byState"]
             return not set(states) - {"ready"} and not self.spooled()
 
-        wait_for(settled, SETTLE_DEADLINE_S, "the node to settle")
+        wait_for(settled, "the node to settle", SETTLE_DEADLINE_S)
 
     def is_folded(self) -> bool:
         """Tell whether the journal's database has all that was written."""
@@ -436,8 +432,8 @@ class Rig(Closing):
         wanted = {str(number) for number in records}
         wait_for(
             lambda: self._list_directories() == wanted,
-            DIRECTORIES_DEADLINE_S,
             f"directories {sorted(wanted)}",
+            DIRECTORIES_DEADLINE_S,
         )
         if self.is_running():
             shown = {endpoint["id"]: endpoint for endpoint in self.get("/endpoint")[1]}

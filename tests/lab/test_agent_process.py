@@ -14,7 +14,8 @@ import pytest
 
 from podwire.datapath import abi
 from podwire.kernel import bpf
-from tests.lab.rig import AGENT, ROOT, Rig, run, wait_for
+from tests.lab.rig import AGENT, ROOT, Rig, run
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 
@@ -45,7 +46,7 @@ def test_the_api_answers_as_soon_as_launchers_are_answered(rig: Rig) -> None:
             return tried.connect_ex(str(rig.directory / name)) == 0
 
     rig.start(wait=False)
-    wait_for(lambda: connects("cni.sock"), 120, "the launchers' socket")
+    wait_for(lambda: connects("cni.sock"), "the launchers' socket", 120)
     assert connects("api.sock")
     status, ready = rig.get("/healthz")
     assert (status, ready["ready"]) == (200, True)
@@ -150,11 +151,11 @@ def test_a_running_agent_reads_its_file_again(rig: Rig) -> None:
         return {key: shown[key]["value"] for key in ("log_level", "mtu", "masquerade")}
 
     wanted = {"log_level": "debug", "mtu": 0, "masquerade": False}
-    wait_for(lambda: settings() == wanted, 120, "the settings to be read")
-    wait_for(lambda: "changed settings need a restart" in rig.log_tail(), 120, "the warning")
+    wait_for(lambda: settings() == wanted, "the settings to be read", 120)
+    wait_for(lambda: "changed settings need a restart" in rig.log_tail(), "the warning", 120)
     config.write_text("nonsense = \n")
     rig.agent.send_signal(1)
-    wait_for(lambda: "reload settings failed" in rig.log_tail(), 120, "the refusal")
+    wait_for(lambda: "reload settings failed" in rig.log_tail(), "the refusal", 120)
     assert settings() == wanted
 
 
@@ -167,7 +168,7 @@ def test_masquerade_is_switched_while_the_agent_runs(rig: Rig) -> None:
     for value in (True, False, True):
         body = json.dumps({"masquerade": value}).encode()
         assert rig.ask("PATCH", "/config", body)[0] == 200
-        wait_for(lambda value=value: masquerades(rig) is value, 120, f"masquerade to be {value}")  # type: ignore[misc]
+        wait_for(lambda value=value: masquerades(rig) is value, f"masquerade to be {value}", 120)  # type: ignore[misc]
 
 
 def test_metrics_are_served_on_a_tcp_address() -> None:
@@ -205,7 +206,7 @@ def test_an_exhausted_range_is_told_by_add_status_and_metrics() -> None:
         rig.assert_consistent()
         assert rig.cni("DEL", "c1").ok
         rig.settle()
-        wait_for(lambda: rig.cni("STATUS").ok, 120, "an address to be free")
+        wait_for(lambda: rig.cni("STATUS").ok, "an address to be free", 120)
 
 
 def test_a_spoofed_packet_is_seen_as_a_flow(rig: Rig) -> None:
@@ -228,7 +229,7 @@ def test_a_spoofed_packet_is_seen_as_a_flow(rig: Rig) -> None:
             for flow in flows
         )
 
-    wait_for(dropped, 120, "the flow")
+    wait_for(dropped, "the flow", 120)
     assert 'podwire_drops_total{hook="from_pod",reason="source-address"}' in (
         rig.get("/metrics")[1].decode()
     )
@@ -289,13 +290,13 @@ def test_a_full_disk_fails_add_and_not_del(small_disk: Path) -> None:
             outcome = rig.cni("ADD", "c2", refused)
         assert outcome.document["code"] == 5
         assert "free space" in outcome.document["details"]
-        wait_for(lambda: rig.get("/healthz")[0] == 503, 120, "the agent to be told unhealthy")
+        wait_for(lambda: rig.get("/healthz")[0] == 503, "the agent to be told unhealthy", 120)
         assert rig.cni("DEL", "c1", kept).ok
         assert "eth0" not in run("ip", "-n", refused, "-br", "link")
         ballast.unlink()
         rig.settle()
         assert rig.cni("ADD", "c2", refused).ok
-        wait_for(lambda: rig.get("/healthz")[0] == 200, 120, "the agent to be healthy again")
+        wait_for(lambda: rig.get("/healthz")[0] == 200, "the agent to be healthy again", 120)
         assert len(rig.look().devices) == 1
 
 

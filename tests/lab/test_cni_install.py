@@ -14,7 +14,8 @@ import pytest
 from podwire.model.installation.files import CONFLIST_FILE, LAUNCHER_FILE, LOOPBACK_FILE
 from podwire.model.installation.shipped import LAUNCHER
 from tests.contract.launcher_clients import build_launcher
-from tests.lab.rig import ROOT, Rig, wait_for
+from tests.lab.rig import ROOT, Rig
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 
@@ -117,7 +118,7 @@ def add_as_a_runtime_does(node: Node, command: str, container: str, namespace: s
 
 def test_an_agent_installs_what_a_runtime_needs_and_leaves_it(installing: Node) -> None:
     installing.start()
-    wait_for(installing.is_installed, SOON_S, "launcher and network")
+    wait_for(installing.is_installed, "launcher and network", SOON_S)
     pod = installing.make_pod_namespace()
     assert add_as_a_runtime_does(installing, "ADD", "c1", pod) == 0
     assert installing.stop() == 0
@@ -125,7 +126,7 @@ def test_an_agent_installs_what_a_runtime_needs_and_leaves_it(installing: Node) 
     assert add_as_a_runtime_does(installing, "DEL", "c1", pod) == 0  # spooled
     inodes = [path.stat().st_ino for path in installing.files()]
     installing.start()
-    wait_for(lambda: not installing.spooled(), SOON_S, "the spooled DEL to be carried out")
+    wait_for(lambda: not installing.spooled(), "the spooled DEL to be carried out", SOON_S)
     assert [path.stat().st_ino for path in installing.files()] == inodes
 
 
@@ -146,7 +147,7 @@ CHANGES: Final[Mapping[str, Callable[[Node], object]]] = {
 
 def test_what_somebody_changes_is_put_right_at_once(installing: Node) -> None:
     installing.start()
-    wait_for(installing.is_installed, SOON_S, "launcher and network")
+    wait_for(installing.is_installed, "launcher and network", SOON_S)
     network = installing.conflist.read_bytes()
     for name, change in CHANGES.items():
         change(installing)
@@ -156,8 +157,8 @@ def test_what_somebody_changes_is_put_right_at_once(installing: Node) -> None:
 
         wait_for(
             is_renewed,
-            SOON_S,
             f"the files to be renewed after: {name}",
+            SOON_S,
         )
     code, document = installing.cni_status()
     assert (code, document["installed"]) == (0, True)
@@ -167,7 +168,7 @@ def test_the_network_comes_only_when_an_add_would_succeed(tmp_path: Path) -> Non
     few = "10.99.0.0/29"
     with Node(tmp_path / "net.d", tmp_path / "bin", installs=True, cidr=few) as node:
         node.start()
-        wait_for(node.is_installed, SOON_S, "launcher and network")
+        wait_for(node.is_installed, "launcher and network", SOON_S)
         taken: list[str] = []
         while (outcome := node.cni("ADD", f"c{len(taken)}", pod := node.make_pod_namespace())).ok:
             taken.append(pod)
@@ -176,15 +177,15 @@ def test_the_network_comes_only_when_an_add_would_succeed(tmp_path: Path) -> Non
         assert outcome.document["code"] == 100
         node.conflist.unlink()
         node.launcher.unlink()
-        wait_for(node.launcher.exists, SOON_S, "the launcher to be renewed")
+        wait_for(node.launcher.exists, "the launcher to be renewed", SOON_S)
 
         def warnings() -> str:
             return str(node.get("/status")[1]["warnings"])
 
-        wait_for(lambda: "not installed yet" in warnings(), SOON_S, "the agent to say why")
+        wait_for(lambda: "not installed yet" in warnings(), "the agent to say why", SOON_S)
         assert not node.conflist.exists()
         assert node.cni("DEL", "c0", taken[0]).ok
-        wait_for(node.conflist.exists, SOON_S, "the network, now that an address is free")
+        wait_for(node.conflist.exists, "the network, now that an address is free", SOON_S)
 
 
 def test_by_hand(by_hand: Node) -> None:
@@ -210,7 +211,7 @@ def test_by_hand(by_hand: Node) -> None:
 
 def test_nothing_is_uninstalled_under_an_agent_that_installs(installing: Node) -> None:
     installing.start()
-    wait_for(installing.is_installed, SOON_S, "launcher and network")
+    wait_for(installing.is_installed, "launcher and network", SOON_S)
     code, text = installing.podwire("cni", "uninstall")
     assert (code, "stop the agent first" in text) == (5, True)
     assert installing.is_installed()

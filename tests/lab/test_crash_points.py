@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.lab.agent_forks import AgentForks
-from tests.lab.rig import Outcome, Rig, run, wait_for
+from tests.lab.rig import Outcome, Rig, run
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(1800)]
 WRITTEN_BEHIND = "/endpoints/"
@@ -87,7 +88,7 @@ def wait_until_over(rig: Rig) -> None:
         looks.append(rig.count_points())
         return "disconnecting" not in states and len(set(looks[-QUIET_LOOKS:])) == 1
 
-    wait_for(over, 60, "the operation to end or to kill the agent")
+    wait_for(over, "the operation to end or to kill the agent", 60)
 
 
 def shown(points: list[str]) -> set[str]:
@@ -142,11 +143,11 @@ def test_a_fold_of_the_journal_dies_at_every_point(rig: Rig) -> None:
     while True:
         rig.start(crash_at=len(visited) + 1, crash_command="FOLD")
         rig.settle()
-        wait_for(rig.is_folded, 60, "the journal of the start to be folded")
+        wait_for(rig.is_folded, "the journal of the start to be folded", 60)
         rig.arm()
         added = rig.cni("ADD", VICTIM, namespace)
         assert added.ok, added.document
-        wait_for(lambda: rig.is_folded() or not rig.is_running(), 60, "the fold")
+        wait_for(lambda: rig.is_folded() or not rig.is_running(), "the fold", 60)
         wait_until_over(rig)
         rig.arm(False)
         points = rig.crash_points()

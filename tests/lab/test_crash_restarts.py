@@ -13,7 +13,8 @@ from typing import Self
 
 import pytest
 
-from tests.lab.rig import ROOT, Outcome, Rig, wait_for
+from tests.lab.rig import ROOT, Outcome, Rig
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
 RESTARTS = 20
@@ -133,7 +134,7 @@ def test_twenty_restarts_lose_no_packet_and_reset_no_connection(rig: Rig, tmp_pa
             else:
                 assert rig.stop() == 0
             for path, mark in zip(progress, marks, strict=True):
-                wait_for(partial(is_further, path, mark), 120, "the streams to go on")
+                wait_for(partial(is_further, path, mark), "the streams to go on", 120)
             rig.start()
         sent = [ping.assert_no_loss() for ping in pings]
         for sender in senders:

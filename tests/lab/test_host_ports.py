@@ -20,7 +20,8 @@ from podwire.kernel import netns
 from podwire.model.endpoint import Phase
 from tests.lab.labrig import podwire
 from tests.lab.prober import sctp_packet
-from tests.lab.rig import Outcome, Rig, run, wait_for
+from tests.lab.rig import Outcome, Rig, run
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(600)]
 
@@ -238,7 +239,7 @@ def test_a_client_that_keeps_its_port_reaches_each_pod_that_has_the_hosts(
     with open_socket(town.neighbour, family, socket.SOCK_DGRAM) as client:
         client.bind((NEIGHBOUR[family], 40123))
         client.connect((NODE[family], HOST_PORT))
-        wait_for(lambda: is_refused(client), DEADLINE_S, "the port to be refused")
+        wait_for(lambda: is_refused(client), "the port to be refused", DEADLINE_S)
         client.settimeout(DEADLINE_S)
         for name in ("first", "second"):
             pod = town.add(name, mapping("udp"))
@@ -271,7 +272,7 @@ def assert_answered(client: socket.socket, pod: Pod, family: int) -> None:
                 return server.recvfrom(16)
             return None
 
-        words, peer = wait_for(hear, DEADLINE_S, f"{pod.name} to be asked")
+        words, peer = wait_for(hear, f"{pod.name} to be asked", DEADLINE_S)
         assert (words, peer[0]) == (b"ask", NEIGHBOUR[family])
         server.sendto(b"answer", peer)
         assert client.recv(16) == b"answer"
@@ -377,7 +378,7 @@ def test_what_somebody_changes_comes_back(town: Town, change: str) -> None:
     web = town.add("web", mapping())
     before = sorted(town.table())
     nft(town, change)
-    wait_for(lambda: sorted(town.table()) == before, DEADLINE_S, "the table to be back")
+    wait_for(lambda: sorted(town.table()) == before, "the table to be back", DEADLINE_S)
     assert is_served(town, web)
 
 
@@ -387,7 +388,7 @@ def test_an_add_or_a_del_into_a_changed_table_repairs_it(town: Town, change: str
     first = town.add("first", mapping())
     nft(town, change)
     second = town.add("second", mapping(HostPort=8081))
-    wait_for(lambda: is_served(town, first), DEADLINE_S, "the first pod to be served")
+    wait_for(lambda: is_served(town, first), "the first pod to be served", DEADLINE_S)
     nft(town, change)
     town.delete(first)
     assert "8081" in town.table()
@@ -420,10 +421,10 @@ class Asking:
         thread = threading.Thread(target=self._ask)
         thread.start()
         try:
-            wait_for(lambda: self.answered, DEADLINE_S, "a first answer")
+            wait_for(lambda: self.answered, "a first answer", DEADLINE_S)
             yield
             answered = self.answered
-            wait_for(lambda: self.answered > answered, DEADLINE_S, "an answer afterwards")
+            wait_for(lambda: self.answered > answered, "an answer afterwards", DEADLINE_S)
         finally:
             self._is_ending.set()
             thread.join()
@@ -476,9 +477,9 @@ def test_a_neighbour_never_reaches_what_is_for_the_host_alone(town: Town) -> Non
             client.setblocking(False)
             client.connect_ex((LOCAL, HOST_PORT))
             if place == town.neighbour:
-                wait_for(lambda: counted(town, "first"), DEADLINE_S, "the packet to come")
+                wait_for(lambda: counted(town, "first"), "the packet to come", DEADLINE_S)
             else:
-                wait_for(lambda: is_dropped(town, pod), DEADLINE_S, "the pod's drop")
+                wait_for(lambda: is_dropped(town, pod), "the pod's drop", DEADLINE_S)
     assert counted(town, "last") == 0
     # The control: the host itself does reach it.
     with (

@@ -11,7 +11,8 @@ import pytest
 
 from podwire.store.sqlite import SqliteStore
 from tests.fakes.pool_nodes import apply, claimed_blocks, pool_document
-from tests.lab.rig import Rig, wait_for
+from tests.lab.rig import Rig
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 
@@ -81,7 +82,7 @@ def test_pods_get_addresses_of_blocks_and_keep_them_over_a_restart(
     after = add(rig, "later")
     assert not set(after) & set(flat)
     rig.settle()
-    wait_for(lambda: cli(rig, "check")["faults"] == [], 30, "everybody to agree")
+    wait_for(lambda: cli(rig, "check")["faults"] == [], "everybody to agree", 30)
 
 
 def test_a_named_pool_and_fixed_addresses_are_what_was_asked_for(
@@ -109,8 +110,8 @@ def test_what_is_exhausted_is_named(tmp_path: Path, store: SqliteStore) -> None:
         rig.start()
         wait_for(
             lambda: rig.get("/ipam")[1]["pools"] and claimed_blocks(store),
-            30,
             "a block claimed ahead",
+            30,
         )
         outcomes = [
             rig.cni("ADD", f"pod{number}", rig.make_pod_namespace()) for number in range(16)
@@ -134,7 +135,7 @@ def test_the_command_line_shows_pools_blocks_and_what_is_borrowed(
             if row["name"] == "four" and row["of"] == "cluster"
         )
 
-    wait_for(lambda: used() == 2, 30, "both addresses to be shown")
+    wait_for(lambda: used() == 2, "both addresses to be shown", 30)
     pools = cli(rig, "show")
     four = next(pool for pool in pools if pool["name"] == "four" and pool["of"] == "cluster")
     assert four["capacity"] == 4 * 16 - 1
@@ -143,7 +144,7 @@ def test_the_command_line_shows_pools_blocks_and_what_is_borrowed(
     blocks = cli(rig, "show", "--show-blocks")
     assert {block["pool"] for block in blocks} == {"four", "six"}
     assert cli(rig, "show", "--ip", "10.99.0.40")[0]["owner"] == "default/fixed"
-    wait_for(lambda: cli(rig, "check")["ok"], 30, "everybody to agree")
+    wait_for(lambda: cli(rig, "check")["ok"], "everybody to agree", 30)
 
 
 def test_two_agents_never_give_the_same_address(tmp_path: Path, store: SqliteStore) -> None:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.lab.rig import Rig, run, wait_for
+from tests.lab.rig import Rig, run
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 
@@ -48,6 +49,6 @@ def test_what_a_device_lost_comes_back_and_is_told(rig: Rig, command: str) -> No
         return not agrees()
 
     assert agrees()
-    wait_for(is_missed, DEADLINE_S, "CHECK to miss it")
-    wait_for(agrees, DEADLINE_S, "the device to be whole again")
-    wait_for(lambda: "it is repaired" in rig.log_tail(50), DEADLINE_S, "the log to tell it")
+    wait_for(is_missed, "CHECK to miss it", DEADLINE_S)
+    wait_for(agrees, "the device to be whole again", DEADLINE_S)
+    wait_for(lambda: "it is repaired" in rig.log_tail(50), "the log to tell it", DEADLINE_S)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.lab.rig import Rig, run, wait_for
+from tests.lab.rig import Rig, run
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 
@@ -26,7 +27,7 @@ def is_watched(rig: Rig) -> bool:
 def rig() -> Iterator[Rig]:
     with Rig() as made:
         made.start()
-        wait_for(lambda: is_watched(made), DEADLINE_S, "somebody to listen")
+        wait_for(lambda: is_watched(made), "somebody to listen", DEADLINE_S)
         yield made
 
 
@@ -70,7 +71,7 @@ def test_a_lost_or_changed_table_is_back_within_two_seconds(rig: Rig, change: st
         assert len(took_s) < ROUNDS_MAX, f"seconds of each: {took_s}"
         nft(rig, change)
         begun_s = time.monotonic()
-        wait_for(lambda: shown(rig) == before, DEADLINE_S, "the table to be back")
+        wait_for(lambda: shown(rig) == before, "the table to be back", DEADLINE_S)
         took_s.append(time.monotonic() - begun_s)
     assert repairs(rig) > counted
     lines = [text for text in rig.log_tail(50).splitlines() if "repaired the rules" in text]
@@ -86,7 +87,7 @@ def test_tables_of_others_may_change_all_the_time(rig: Rig) -> None:
     for _ in range(50):
         nft(rig, "flush chain inet theirs one; add rule inet theirs one accept")
     nft(rig, "flush ruleset")
-    wait_for(lambda: repairs(rig) > counted, DEADLINE_S, "the one repair")
+    wait_for(lambda: repairs(rig) > counted, "the one repair", DEADLINE_S)
     assert shown(rig) == before
     assert repairs(rig) == counted + 1
 
@@ -103,11 +104,11 @@ def test_who_takes_the_table_away_all_the_time_is_named_until_it_ends(rig: Rig) 
     loop = "while nft delete table inet podwire 2>/dev/null || true; do sleep 0.02; done"
     stranger = subprocess.Popen([*inside, loop], start_new_session=True)
     try:
-        [warning] = wait_for(lambda: warnings(rig), DEADLINE_S, "a warning")
+        [warning] = wait_for(lambda: warnings(rig), "a warning", DEADLINE_S)
     finally:
         stranger.kill()
         stranger.wait()
     assert "nft" in warning
     assert repairs(rig) - counted < 20, "two that write against each other become slower"
-    wait_for(lambda: shown(rig) == before, DEADLINE_S, "the table to be back")
-    wait_for(lambda: not warnings(rig), DEADLINE_S, "the warning to be taken back")
+    wait_for(lambda: shown(rig) == before, "the table to be back", DEADLINE_S)
+    wait_for(lambda: not warnings(rig), "the warning to be taken back", DEADLINE_S)

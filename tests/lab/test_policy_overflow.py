@@ -12,8 +12,9 @@ import pytest
 
 from tests.lab.policy_rig import Scene, cni_arguments, open_scene, pod_environment
 from tests.lab.prober import Fate, Prober
-from tests.lab.rig import Outcome, Present, wait_for
+from tests.lab.rig import Outcome, Present
 from tests.policy_cases import PODS, Pod, parse_flows
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.lab
 
@@ -73,7 +74,7 @@ def overflow(scene: Scene) -> Scene:
     scene.api.must("PATCH", "/config", {"policy_entries": ROOM})
     scene.enforce([SMALL])
     scene.write([SMALL, BIG])
-    wait_for(lambda: state_of(scene, SUBJECT) == "not-ready", DEADLINE_S, "the overflow")
+    wait_for(lambda: state_of(scene, SUBJECT) == "not-ready", "the overflow", DEADLINE_S)
     return scene
 
 
@@ -102,8 +103,8 @@ def assert_big_is_gone(scene: Scene) -> None:
     assert_flows(scene, BEFORE)
     wait_for(
         lambda: not scene.api.must("GET", "/status")["policy"]["notInForce"],
-        DEADLINE_S,
         "nothing to be out of force",
+        DEADLINE_S,
     )
 
 
@@ -131,7 +132,7 @@ def test_what_was_in_force_stays_and_the_endpoint_says_why(scene: Scene) -> None
     assert "200 new entries" in causes[0]
     assert "NetworkPolicy blue/big" in causes[0]
     wait_for(
-        lambda: scene.api.must("GET", "/status")["policy"]["notInForce"], DEADLINE_S, "the problem"
+        lambda: scene.api.must("GET", "/status")["policy"]["notInForce"], "the problem", DEADLINE_S
     )
     [told] = scene.api.must("GET", "/status")["policy"]["notInForce"]
     assert "NetworkPolicy blue/big" in told
@@ -144,14 +145,14 @@ def test_everybody_else_is_ready_and_follows_other_policies(scene: Scene) -> Non
     others = [title for title in PODS if title != SUBJECT]
     wait_for(
         lambda: {state_of(scene, title) for title in others} == {"ready"},
-        DEADLINE_S,
         "the others to be ready",
+        DEADLINE_S,
     )
     scene.write([SMALL, BIG, allow_ports("other", "c", [80])])
     [flow] = parse_flows("b>c:99/tcp", allowed=False)
     with Prober(scene.places, str(scene.node.directory / "api.sock")) as prober:
         wait_for(
-            lambda: prober.play([(flow, 4)])[0].fate is Fate.DENIED, DEADLINE_S, "the other policy"
+            lambda: prober.play([(flow, 4)])[0].fate is Fate.DENIED, "the other policy", DEADLINE_S
         )
     assert_flows(scene, (*BEFORE, *parse_flows("b>c:80/tcp", allowed=True)))
 
@@ -173,7 +174,7 @@ def test_an_add_that_needs_it_is_told_so_and_leaves_nothing(
         """The device goes behind the answer, as after a DEL."""
         return held(own_scene) == before
 
-    wait_for(is_gone, DEADLINE_S, "the failed ADD to leave nothing")
+    wait_for(is_gone, "the failed ADD to leave nothing", DEADLINE_S)
     own_scene.enforce([SMALL])
     outcome = add(own_scene, namespace, new_pod(**changes))
     assert outcome.ok, outcome.document
@@ -191,7 +192,7 @@ def test_an_update_that_does_not_fit_leaves_the_version_before_in_force(scene: S
     scene.write([SMALL])
     assert_big_is_gone(scene)
     scene.write([allow_ports("small", "a", BIG_PORTS)])
-    wait_for(lambda: state_of(scene, SUBJECT) == "not-ready", DEADLINE_S, "the overflow")
+    wait_for(lambda: state_of(scene, SUBJECT) == "not-ready", "the overflow", DEADLINE_S)
     assert_flows(scene, BEFORE)
 
 
@@ -211,7 +212,7 @@ def test_it_recovers_when_others_make_room(scene: Scene) -> None:
     others = allow_ports("other", "c", range(2001, 2021, 2))
     scene.enforce([SMALL, others])
     scene.write([SMALL, others, fitting])
-    wait_for(lambda: state_of(scene, SUBJECT) == "not-ready", DEADLINE_S, "the overflow")
+    wait_for(lambda: state_of(scene, SUBJECT) == "not-ready", "the overflow", DEADLINE_S)
     scene.write([SMALL, fitting])
     scene.wait_enforced(0)
     assert_flows(scene, parse_flows("b>a:81/tcp b>a:1001/tcp b>c:99/tcp", allowed=True))
@@ -220,7 +221,7 @@ def test_it_recovers_when_others_make_room(scene: Scene) -> None:
 def test_a_restart_keeps_what_was_in_force_and_recovers_too(scene: Scene) -> None:
     scene.node.stop()
     scene.node.start()
-    wait_for(lambda: state_of(scene, SUBJECT) == "not-ready", DEADLINE_S, "the overflow, again")
+    wait_for(lambda: state_of(scene, SUBJECT) == "not-ready", "the overflow, again", DEADLINE_S)
     assert_flows(scene, BEFORE)
     scene.write([SMALL])
     assert_big_is_gone(scene)
@@ -231,5 +232,5 @@ def test_the_maps_real_capacity_is_shown(scene: Scene) -> None:
         [row] = [table for table in scene.api.must("GET", "/map") if table["name"] == "policy"]
         return row["maxEntries"], row["entries"]
 
-    wait_for(lambda: shown() == (ROOM, 1), DEADLINE_S, "the entry of the small policy alone")
+    wait_for(lambda: shown() == (ROOM, 1), "the entry of the small policy alone", DEADLINE_S)
     assert b'map_capacity{map="policy"} 64.0' in scene.api.must("GET", "/metrics")

@@ -15,6 +15,7 @@ import pytest
 
 from bench.contestants import compile_c
 from bench.exchanges import Town, read_outcome
+from tests import leavings
 from tests.lab.policy_rig import Scene, open_scene
 from tests.lab.prober import Fate, Prober
 from tests.policy_cases import parse_flows
@@ -56,7 +57,7 @@ POLICIES: Final = (
 
 @pytest.fixture(scope="module")
 def tool() -> Iterator[str]:
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(prefix=leavings.NAME) as directory:
         yield compile_c("exchanges", Path(directory))
 
 

@@ -14,8 +14,9 @@ import pytest
 
 from podwire.kernel import netns
 from tests.lab.policy_rig import Place
-from tests.lab.rig import Outcome, Rig, wait_for
+from tests.lab.rig import Outcome, Rig
 from tests.unit.policies import network_policy
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 
@@ -98,7 +99,7 @@ class World:
         return found
 
     def wait_back(self) -> None:
-        wait_for(lambda: self.check("store")["ok"], BACK_S, "the agent to have its store again")
+        wait_for(lambda: self.check("store")["ok"], "the agent to have its store again", BACK_S)
 
     def close(self) -> None:
         self.free_store()
@@ -127,7 +128,7 @@ def world() -> Iterator[World]:
             made.must_add(name, name)
         made.serve("db")
         made.apply(only_from("proxy"))
-        wait_for(lambda: made.is_open_for("proxy", "other"), FOLLOWS_S, "the policy to be in force")
+        wait_for(lambda: made.is_open_for("proxy", "other"), "the policy to be in force", FOLLOWS_S)
         yield made
 
 
@@ -148,8 +149,8 @@ def test_what_was_in_force_stays_in_force_and_known_pods_come_and_go(
     rig = world.rig
     wait_for(
         lambda: remembers(world, ["networkpolicies", "identities"]),
-        FOLLOWS_S,
         "a copy of the store",
+        FOLLOWS_S,
     )
     rig.stop() if end == "stop" else rig.kill()
     world.lock_store()
@@ -174,7 +175,7 @@ def test_what_was_in_force_stays_in_force_and_known_pods_come_and_go(
     world.must_add("new", "new")
     world.apply(only_from("new", "other"))
     wait_for(
-        lambda: world.is_open_for("other", "proxy"), FOLLOWS_S, "the new policy to be in force"
+        lambda: world.is_open_for("other", "proxy"), "the new policy to be in force", FOLLOWS_S
     )
     assert world.reaches("new")
     rig.settle()

@@ -12,8 +12,8 @@ from podwire.model.store import ObjectKey, StoredObject
 from podwire.store.sqlite import SqliteStore
 from tests.lab.policy_rig import Scene, open_scene
 from tests.lab.prober import Fate, Prober
-from tests.lab.rig import wait_for
 from tests.policy_cases import parse_flows
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.lab
 
@@ -33,7 +33,7 @@ def scene() -> Iterator[Scene]:
 def _clean(scene: Scene) -> Iterator[None]:
     yield
     scene.api.ask("DELETE", "/object/networkpolicies/blue/odd")
-    wait_for(lambda: not list_policies(scene), DEADLINE_S, "the end of the policy")
+    wait_for(lambda: not list_policies(scene), "the end of the policy", DEADLINE_S)
 
 
 def write(scene: Scene, spec: object) -> None:
@@ -59,7 +59,7 @@ def wait_for_state(scene: Scene, state: str) -> None:
     def is_there() -> bool:
         return [policy["state"] for policy in list_policies(scene)] == [state]
 
-    wait_for(is_there, DEADLINE_S, f"a policy that is {state}")
+    wait_for(is_there, f"a policy that is {state}", DEADLINE_S)
     scene.wait_enforced(0)
 
 
@@ -110,7 +110,7 @@ def test_what_never_could_be_read_closes_its_namespace(scene: Scene) -> None:
     play(scene, "b>a:80/tcp c>server:80/tcp red/a>b:80/tcp", allowed=False)
     play(scene, "red/a>red/b:80/tcp host>a:80/tcp host>c:80/tcp", allowed=True)
     assert scene.api.must("DELETE", "/object/networkpolicies/blue/odd")
-    wait_for(lambda: not list_policies(scene), DEADLINE_S, "the end of the policy")
+    wait_for(lambda: not list_policies(scene), "the end of the policy", DEADLINE_S)
     scene.wait_enforced(0)
     play(scene, "b>a:80/tcp c>server:80/tcp red/a>b:80/tcp", allowed=True)
 

@@ -1,8 +1,8 @@
 """The world the packets meet: programs of the test build, their maps, endpoints, devices that exist only as numbers.
 
-Used by the packet tests. A `Rig` loads the programs once and owns their maps; `reset` gives each test the same rows and
-an empty memory; `Outcome` is what a test run came to. Devices are pairs in a namespace of its own, made because test
-runs want an index that exists; nothing is attached to them here.
+Used by the packet tests, and by others that run a program themselves. A `Rig` loads the programs once and owns their
+maps; `reset` gives each test the same rows, and maps without flows; `Outcome` is what a test run came to. Devices are
+pairs in a namespace of its own, made because test runs want an index that exists; nothing is attached to them here.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ FEW_ROWS: Final = {
     "pw_affinity": 4096,
 }
 """Rows that hashes of the rig have room for: to find one empty, each of its buckets is looked at before every test."""
-SHARED_WITH_KERNEL: Final = frozenset({"pw_stack_cells", "pw_decision", "pw_tunnel_key"})
+MAPPED_INTO_MEMORY: Final = frozenset({"pw_stack_cells", "pw_decision", "pw_tunnel_key"})
 """Arrays that tests read and write as memory: they are asked for each packet, or so long that to read their rows takes
 an emulated kernel a quarter of a second.
 """
@@ -597,7 +597,7 @@ def load_objects(
         if not path.exists():
             raise FileNotFoundError(errno.ENOENT, "run `make -C bpf` first", str(path))
         with BpfObject(path.read_bytes(), name) as opened:
-            for made in (rows.keys() | SHARED_WITH_KERNEL) & set(opened.map_names) - set(maps):
+            for made in (rows.keys() | MAPPED_INTO_MEMORY) & set(opened.map_names) - set(maps):
                 maps[made] = stack.enter_context(make_like(opened.shape(made), rows.get(made)))
             for shared in set(opened.map_names) & set(maps):
                 opened.use_map(shared, maps[shared])
@@ -612,7 +612,7 @@ def load_objects(
 
 def make_like(shape: MapShape, rows: int | None) -> bpf.Map:
     """Make a map of this shape, with room for so many rows where that is said."""
-    flags = shape.flags | (MMAPABLE if shape.name in SHARED_WITH_KERNEL else 0)
+    flags = shape.flags | (MMAPABLE if shape.name in MAPPED_INTO_MEMORY else 0)
     return bpf.create_map(
         bpf.MapType(shape.type),
         shape.name,

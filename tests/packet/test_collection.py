@@ -17,6 +17,7 @@ from podwire.datapath import abi
 from podwire.datapath.abi import Action, ConntrackFlags, DropReason
 from podwire.kernel import bpf
 from podwire.model.errors import KernelFailure
+from tests import leavings
 from tests.packet.frames import ACK, RST, SYN, ipv4, tcp, udp
 from tests.packet.leave_collector import LEFT_ENTRIES, start_collector
 from tests.packet.rig import OUTSIDE, ROOT, WORLD_4, ZERO, A, B, Endpoint, Rig, open_rig
@@ -232,7 +233,7 @@ def open_and_reset(rig: Rig, number: int) -> bool:
 @contextmanager
 def pin_directory() -> Iterator[Path]:
     """Mount a BPF file system of our own."""
-    with tempfile.TemporaryDirectory(prefix="pwt-pins-") as path:
+    with tempfile.TemporaryDirectory(prefix=leavings.NAME) as path:
         subprocess.run(["mount", "-t", "bpf", "bpf", path], check=True)
         try:
             yield Path(path)

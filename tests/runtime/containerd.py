@@ -17,8 +17,9 @@ from typing import Any, Final
 from podwire.lab.kubernetes.nodes.containerd import ContainerdSettings
 from podwire.lab.kubernetes.nodes.images import BUSYBOX_IMAGE, PAUSE_IMAGE, write_layout
 from podwire.model.closing import Closing
-from tests.lab.rig import wait_for
+from tests import leavings
 from tests.runtime.machine import Machine
+from tests.waiting import wait_for
 
 START_DEADLINE_S: Final = 180.0
 CALL_DEADLINE_S: Final = 120.0
@@ -29,7 +30,7 @@ def load_messages() -> tuple[Any, Any, Any]:
     """Compile cri.proto; gives grpc, the messages and the stubs."""
     source = Path(__file__).parent
     protoc = importlib.import_module("grpc_tools.protoc")
-    with tempfile.TemporaryDirectory(prefix="pwt-cri-") as output:
+    with tempfile.TemporaryDirectory(prefix=leavings.NAME) as output:
         outputs = [f"--python_out={output}", f"--grpc_python_out={output}"]
         assert protoc.main(["", f"-I{source}", *outputs, "cri.proto"]) == 0
         sys.path.insert(0, output)
@@ -76,7 +77,7 @@ class Containerd(Closing):
         self._channel = self._grpc.insecure_channel(f"unix://{self._base}/c.sock")
         self._stub = stubs.RuntimeServiceStub(self._channel)
         try:
-            wait_for(self._answers, START_DEADLINE_S, "containerd to answer")
+            wait_for(self._answers, "containerd to answer", START_DEADLINE_S)
             self._import_images()
         except BaseException:
             self.close()
@@ -117,7 +118,7 @@ class Containerd(Closing):
 
     def wait_network_ready(self) -> None:
         """Wait until the runtime has read its network configuration."""
-        wait_for(lambda: self.conditions().get("NetworkReady") == "", 60, "the runtime's network")
+        wait_for(lambda: self.conditions().get("NetworkReady") == "", "the runtime's network", 60)
 
     def network_configuration(self) -> str:
         """Give the network configurations that the runtime has read, as it tells them."""

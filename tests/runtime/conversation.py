@@ -11,8 +11,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Final
 
-from tests.lab.rig import wait_for
 from tests.runtime.machine import Machine, Place
+from tests.waiting import wait_for
 
 ANSWER_DEADLINE_S: Final = 30.0
 REFUSED_AFTER_S: Final = 0.5
@@ -153,7 +153,7 @@ def wait_drop(
 ) -> dict[str, Any]:
     """Wait for a drop after the first `before` ones, and give it; it must name the policy."""
     found: list[dict[str, Any]] = wait_for(
-        lambda: list_drops(machine, source, target)[before:], 30, f"a drop of {source} -> {target}"
+        lambda: list_drops(machine, source, target)[before:], f"a drop of {source} -> {target}", 30
     )
     assert found[-1]["reason"] == "policy", found[-1]
     assert [policy["name"] for policy in found[-1]["policies"]] == [by], found[-1]

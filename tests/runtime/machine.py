@@ -17,7 +17,8 @@ from typing import Any, Final
 from podwire.kernel import netns
 from podwire.model.closing import Closing
 from tests.lab.labrig import Said, podwire
-from tests.lab.rig import LAUNCHER, Rig, run, wait_for
+from tests.lab.rig import LAUNCHER, Rig, run
+from tests.waiting import wait_for
 
 REFERENCE_PLUGINS: Final = Path("/usr/lib/cni")
 BORROWED: Final = ("bandwidth", "host-local", "loopback", "portmap", "ptp", "tuning")
@@ -262,7 +263,7 @@ class Machine(Closing):
                     os.kill(pid, signal.SIGKILL)
             return not left()
 
-        wait_for(none_left, 60, "the runtime's processes to end")
+        wait_for(none_left, "the runtime's processes to end", 60)
 
     @property
     def _keeper_pid(self) -> int:

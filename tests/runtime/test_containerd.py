@@ -4,10 +4,11 @@ from functools import partial
 
 import pytest
 
-from tests.lab.rig import Present, wait_for
+from tests.lab.rig import Present
 from tests.runtime.containerd import Containerd, load_messages
 from tests.runtime.machine import NODE_ADDRESSES, WORLD_ADDRESSES, Machine, Place
 from tests.runtime.traffic import connect_from, measure_bits_per_s, measure_until, serves
+from tests.waiting import wait_for
 
 SLEEP = ("/bin/sleep", "9999")
 HTTPD = ("/bin/httpd", "-f", "-p", "80", "-h", "/www")
@@ -28,7 +29,7 @@ def test_a_pod_reaches_pods_node_and_world_in_both_families(
     assert [":" in text for text in web.addresses] == [False, True]
     for address in web.addresses:
         url = f"http://[{address}]/" if ":" in address else f"http://{address}/"
-        wait_for(partial(serves, machine, address), 30, f"{url} to be served")
+        wait_for(partial(serves, machine, address), f"{url} to be served", 30)
         assert containerd.execute(main, "/bin/wget", "-qO-", url) == "served\n"
     for own, other, node, world in zip(
         client.addresses, web.addresses, NODE_ADDRESSES, WORLD_ADDRESSES, strict=True
@@ -107,7 +108,7 @@ def test_portmap_and_tuning_work_behind_us(machine: Machine) -> None:
         main = containerd.run_container(sandbox, "main", *HTTPD)
         assert containerd.execute(main, "/bin/cat", "/proc/sys/net/core/somaxconn") == "321\n"
         host_port = partial(serves, machine, NODE_ADDRESSES[0], 18080, machine.world)
-        wait_for(host_port, 30, "the host port to be served")
+        wait_for(host_port, "the host port to be served", 30)
         containerd.stop_pod(sandbox)
         containerd.remove_pod(sandbox)
         assert_nothing_left(machine)
@@ -122,7 +123,7 @@ def test_host_ports_are_served_by_us_until_the_pod_ends(machine: Machine) -> Non
         sandbox = containerd.run_pod("web", ports=[(18080, 80)])
         containerd.run_container(sandbox, "main", *HTTPD)
         host_port = partial(serves, machine, NODE_ADDRESSES[0], 18080, machine.world)
-        wait_for(host_port, 30, "the host port to be served")
+        wait_for(host_port, "the host port to be served", 30)
         with pytest.raises(grpc.RpcError) as caught:
             containerd.run_pod("second", ports=[(18080, 80)])
         assert "TCP port 18080 leads to pod" in caught.value.details()

@@ -5,10 +5,11 @@ from typing import Any, Final
 
 import pytest
 
-from tests.lab.rig import Present, wait_for
+from tests.lab.rig import Present
 from tests.runtime.machine import NODE_ADDRESSES, WORLD_ADDRESSES, Machine
 from tests.runtime.podman import Podman
 from tests.runtime.traffic import connect_from, serves
+from tests.waiting import wait_for
 
 
 def list_addresses(podman: Podman, name: str, network: str = "podwire") -> list[str]:
@@ -127,7 +128,7 @@ def test_published_ports_lead_to_the_container(machine: Machine, podman: Podman,
     podman.start_container("web", "--publish", "18080:80/tcp")
     podman.run("exec", "--detach", "web", "/bin/httpd", "-f", "-p", "80", "-h", "/www")
     published = partial(serves, machine, NODE_ADDRESSES[0], 18080, machine.world)
-    wait_for(published, 30, "the published port to be served")
+    wait_for(published, "the published port to be served", 30)
     podman.run("rm", "--force", "--time", "0", "web")
     assert not published()
     assert_nothing_left(machine)
@@ -150,7 +151,7 @@ def test_ports_of_an_earlier_networks_portmap_end_with_their_container(
     podman.start_container("new", "--publish", "18080:80/tcp")
     podman.run("exec", "--detach", "new", "/bin/httpd", "-f", "-p", "80", "-h", "/www")
     published = partial(serves, machine, NODE_ADDRESSES[0], 18080, machine.world)
-    wait_for(published, 60, "the published port to be served")
+    wait_for(published, "the published port to be served", 60)
     podman.run("rm", "--force", "--time", "0", "new")
     assert_nothing_left(machine)
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import pytest
 
-from tests.lab.rig import Present, wait_for
+from tests.lab.rig import Present
 from tests.runtime.containerd import Containerd, Sandbox
 from tests.runtime.conversation import (
     ANSWER_DEADLINE_S,
@@ -22,6 +22,7 @@ from tests.runtime.conversation import (
 from tests.runtime.machine import NODE_ADDRESSES, WORLD_ADDRESSES, Machine, Place
 from tests.runtime.podman import Podman
 from tests.unit.policies import network_policy, workload
+from tests.waiting import wait_for
 
 PORT: Final = 5432
 OTHER_PORT: Final = 5433
@@ -152,7 +153,7 @@ def test_only_the_proxy_reaches_the_database_on_its_port(
                 machine, machine.node.name, address, OTHER_PORT, within_s=ANSWER_DEADLINE_S
             )
         machine.change("delete", policy["kind"], POLICY)
-        wait_for(lambda: reach(machine, other, db) == [True, True], 30, "the database to be open")
+        wait_for(lambda: reach(machine, other, db) == [True, True], "the database to be open", 30)
     assert_nothing_left(machine, podman)
 
 
@@ -167,7 +168,7 @@ def test_the_command_line_says_who_is_selected_and_why_nobody_else_passes(
         return [(row["name"], row["endpoints"], row["ingress"], row["egress"]) for row in rows]
 
     wait_for(
-        lambda: listed() == [(POLICY, 1, True, False)], 30, "the policy to select the database"
+        lambda: listed() == [(POLICY, 1, True, False)], "the policy to select the database", 30
     )
     shown = {row["pod"]: row for row in machine.change("endpoint", "list", "-o", "json").document}
     assert [shown[name]["policyEnforcement"]["ingress"] for name in ("db", "proxy", "other")] == [
@@ -234,9 +235,9 @@ def test_a_label_that_a_workload_gives_is_changed_by_the_workload_only(
         assert machine.podwire("endpoint", "label", "proxy-1", "role-").code == 6
         assert_reach(machine, proxy, db)
         machine.apply(workload("proxy", namePattern="proxy*", labels={"role": "retired"}))
-        wait_for(lambda: reach(machine, proxy, db) == [False, False], 30, "the proxy to retire")
+        wait_for(lambda: reach(machine, proxy, db) == [False, False], "the proxy to retire", 30)
         machine.apply(*WORKLOADS)
-        wait_for(lambda: reach(machine, proxy, db) == [True, True], 30, "the proxy to be back")
+        wait_for(lambda: reach(machine, proxy, db) == [True, True], "the proxy to be back", 30)
 
 
 def test_workloads_made_after_the_containers_label_them(machine: Machine, podman: Podman) -> None:
@@ -245,7 +246,7 @@ def test_workloads_made_after_the_containers_label_them(machine: Machine, podman
     with serving(machine, db, PORT):
         assert_reach(machine, other, db)
         machine.apply(*WORKLOADS)
-        wait_for(lambda: reach(machine, other, db) == [False, False], 30, "the other to be cut off")
+        wait_for(lambda: reach(machine, other, db) == [False, False], "the other to be cut off", 30)
         assert_reach(machine, proxy, db)
 
 
@@ -354,8 +355,8 @@ def run_pod_with(machine: Machine, containerd: Containerd, name: str) -> Contain
     machine.write_conflist(args={"cni": {"labels": labels}})
     wait_for(
         lambda: f'\\"value\\":\\"{name}\\"' in containerd.network_configuration(),
-        60,
         "the runtime to read its configuration",
+        60,
     )
     sandbox: Sandbox = containerd.run_pod(name)
     return Container(sandbox.pid, sandbox.addresses)
@@ -374,7 +375,7 @@ def test_labels_of_containerds_network_configuration_are_what_policy_selects(
         for own, address in zip(other.addresses, db.addresses, strict=True):
             assert_refused(machine, other.place, own, address, PORT, by=POLICY)
         machine.change("delete", "netpol", f"shop/{POLICY}")
-        wait_for(lambda: reach(machine, other, db) == [True, True], 30, "the database to be open")
+        wait_for(lambda: reach(machine, other, db) == [True, True], "the database to be open", 30)
     containerd.remove_all()
     machine.node.settle()
     assert machine.node.assert_consistent() == Present()

@@ -2,8 +2,8 @@
 
 `fetch_kernel` unpacks a kernel package below a cache directory (never installed), `build_root` makes one ext4 image
 with this machine's Python, the environment's packages, this tree, all compiled, and the tools the tests need, and
-`boot` runs a command in it. The guest has no network device. Nothing is left running: the emulator ends with the guest
-or at the deadline. Run as a program, this fetches the kernels for tests that have no way out.
+`boot` runs a command in it. The guest has no network device. The emulator ends with the guest or at the deadline. Run
+as a program, this fetches the kernels for tests that have no way out.
 """
 
 import os
@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+GUEST_TREE = Path("/podwire")
+GUEST_PACKAGES = Path("/packages")
+"""Where a guest has this tree and the environment's packages, wherever they are here: its /tmp and /run are others."""
 KERNELS = {"6.1": "linux-image-cloud-amd64", "6.12": "linux-image-6.12-cloud-amd64"}
 CACHE = ROOT / ".cache" / "vm"
 IMAGE_BYTES = 700 << 20
@@ -137,20 +140,30 @@ class GuestUnavailable(Exception):
 
 
 class GuestDied(Exception):
-    """A guest ended before its command began; the message is what its console said."""
+    """Guests ended before their command did, or the emulator failed; the message is what was said last."""
 
 
-def fetch_kernel(package: str, cache: Path) -> Kernel:
-    """Unpack the kernel that Debian's meta package `package` stands for; the download is kept in `cache`."""
+class BuildFailed(Exception):
+    """A guest's root could not be made of what is here; the message is what the program said that failed."""
+
+
+def fetch_kernel(version: str, cache: Path) -> Kernel:
+    """Unpack Debian's kernel of a version in KERNELS; the download is kept in `cache`. Raises GuestUnavailable."""
+    package = KERNELS[version]
     depends = _output("apt-cache", "depends", package)
     names = [line.split()[1] for line in depends.splitlines() if "Depends: linux-image" in line]
     if not names:
         raise GuestUnavailable(f"package {package} is not to be had (apt-get update?)")
+    if not names[0].startswith(f"linux-image-{version}."):
+        raise GuestUnavailable(f"package {package} stands for {names[0]} on this machine")
     target = cache / names[0]
     if not (target / "done").exists():
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
-        _run("apt-get", "download", "-q", "-o", "APT::Sandbox::User=root", names[0], cwd=target)
+        try:
+            _run("apt-get", "download", "-q", "-o", "APT::Sandbox::User=root", names[0], cwd=target)
+        except BuildFailed as error:
+            raise GuestUnavailable(str(error)) from None
         [archive] = target.glob("*.deb")
         _run("dpkg", "-x", str(archive), str(target))
         [modules] = (target / "lib" / "modules").iterdir()
@@ -165,7 +178,10 @@ def fetch_kernel(package: str, cache: Path) -> Kernel:
 
 
 def build_root(directory: Path, files: Sequence[str]) -> Path:
-    """Make the guest's root below `directory`, where these test files are compiled; gives the path of an ext4 image."""
+    """Make the guest's root below `directory`, where these test files are compiled; gives the path of an ext4 image.
+
+    Raises GuestUnavailable (a program is missing), BuildFailed.
+    """
     root = directory / "root"
     for name in ("proc", "sys", "dev", "tmp", "run", "etc", "usr/bin", "usr/lib", "usr/sbin"):
         (root / name).mkdir(parents=True, exist_ok=True)
@@ -193,19 +209,16 @@ def build_root(directory: Path, files: Sequence[str]) -> Path:
 def boot(kernel: Kernel, root: Path, command: str, directory: Path, timeout_s: float) -> str:
     """Run `command` in the tree inside the guest; gives all it printed.
 
-    A guest that ends before its command has ended is booted again, a few times, then without the options that make it
-    fast: an emulated kernel was seen to end in the middle of a command. What its console said is kept in the cache.
-    Raises GuestDied when that does not help, TimeoutError at the deadline.
+    A guest that ends before its command has ended is booted again, BOOTS_MAX times altogether, and without the kernel's
+    options that make it fast: an emulated kernel was seen to end in the middle of a command. What its console said is
+    kept in the cache. Raises GuestDied when that does not help, TimeoutError when all of it takes longer than
+    `timeout_s`, GuestUnavailable, BuildFailed.
     """
     image = directory / f"{kernel.release}.ext4"
-    shutil.copy(root, image)
-    site = sysconfig.get_path("purelib")
-    script = RUN.format(tree=ROOT, site=site, command=command, begun=BEGUN, ended=ENDED, hold=HOLD)
-    (directory / "run.sh").write_text(script)
-    _run("debugfs", "-w", "-R", f"write {directory / 'run.sh'} run.sh", str(image))
     output, console = directory / f"{kernel.release}.out", directory / f"{kernel.release}.console"
-    # A guest computes all the time and other tests mostly wait: they go first, so that their deadlines hold. With what
-    # they leave alone (19), two guests were on the way for minutes when all others had ended.
+    until_s = time.monotonic() + timeout_s
+    # A guest computes all the time and other tests mostly wait: they go first, so that their deadlines hold. At
+    # nice 19 two guests still ran for minutes after all other tests had ended.
     before = [
         *("nice", "-n", "5"),
         *("qemu-system-x86_64", *EMULATION, "-m", str(MEMORY_MIB)),
@@ -216,8 +229,10 @@ def boot(kernel: Kernel, root: Path, command: str, directory: Path, timeout_s: f
     ]
     try:
         for attempt in range(BOOTS_MAX):
+            # Anew each time: a guest that died has left its file system as it was at that moment.
+            _copy_root(root, image, command)
             options = KERNEL_OPTIONS if attempt == 0 else PLAIN_KERNEL_OPTIONS
-            _emulate([*before, "-append", options], output, timeout_s)
+            _emulate([*before, "-append", options], output, until_s)
             begun, _, printed = output.read_text(errors="replace").partition(BEGUN)
             if ENDED in printed:
                 return begun + printed
@@ -227,13 +242,22 @@ def boot(kernel: Kernel, root: Path, command: str, directory: Path, timeout_s: f
         said = output.read_text(errors="replace")[-1000:] + _tail(console)
         raise TimeoutError(f"{error}: {said}") from None
     finally:
-        image.unlink()
+        image.unlink(missing_ok=True)
     raise GuestDied(f"{BOOTS_MAX} boots of {kernel.release} ended early: {_tail(console)}")
 
 
-def _emulate(arguments: Sequence[str], output: Path, timeout_s: float) -> None:
+def _copy_root(root: Path, image: Path, command: str) -> None:
+    """Give a guest a root of its own, with the command that it runs."""
+    shutil.copy(root, image)
+    script = image.with_suffix(".sh")
+    places = {"tree": GUEST_TREE, "site": GUEST_PACKAGES, "hold": HOLD}
+    script.write_text(RUN.format(command=command, begun=BEGUN, ended=ENDED, **places))
+    _run("debugfs", "-w", "-R", f"write {script} run.sh", str(image))
+
+
+def _emulate(arguments: Sequence[str], output: Path, until_s: float) -> None:
     """Run the emulator until the guest ends; TimeoutError when it takes too long, or says nothing for too long."""
-    began_s = heard_s = time.monotonic()
+    heard_s = time.monotonic()
     said = 0
     output.write_bytes(b"")
     with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as guest:
@@ -243,8 +267,8 @@ def _emulate(arguments: Sequence[str], output: Path, timeout_s: float) -> None:
                 now_s, size = time.monotonic(), output.stat().st_size
                 heard_s = now_s if size != said else heard_s
                 said = size
-                if now_s - began_s > timeout_s:
-                    raise TimeoutError(f"the guest did not end within {timeout_s:.0f} s")
+                if now_s > until_s:
+                    raise TimeoutError("the guest did not end in time")
                 if now_s - heard_s > SILENCE_S:
                     raise TimeoutError(f"the guest said nothing for {SILENCE_S:.0f} s")
         finally:
@@ -302,20 +326,19 @@ def _module_closure(kernel: Kernel, names: Iterable[str]) -> list[str]:
 def _compile(root: Path, files: Sequence[str]) -> None:
     """Let pytest compile in the root what it will read there: under emulation that would take minutes."""
     script = 'mount --rbind /dev "$0/dev" && mount --rbind /proc "$0/proc" && exec chroot "$0" "$@"'
-    site = sysconfig.get_path("purelib")
-    compiling = COMPILE.format(tree=ROOT, site=site, files=" ".join(files))
+    compiling = COMPILE.format(tree=GUEST_TREE, site=GUEST_PACKAGES, files=" ".join(files))
     _run("unshare", "--mount", "sh", "-c", script, str(root), "/bin/sh", "-c", compiling)
 
 
 def _copy_python(root: Path) -> None:
-    """Copy interpreter, standard library and the environment's packages to the same paths."""
+    """Copy interpreter and standard library to the same paths, and the environment's packages."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     left_out = shutil.ignore_patterns("test", "idlelib", "tkinter", "site-packages")
     shutil.copytree(stdlib, _inside(root, stdlib), ignore=left_out, dirs_exist_ok=True)
     site = Path(sysconfig.get_path("purelib"))
     shutil.copytree(
         site,
-        _inside(root, site),
+        _inside(root, GUEST_PACKAGES),
         ignore=shutil.ignore_patterns(*PYTHON_PACKAGES_LEFT_OUT),
         dirs_exist_ok=True,
     )
@@ -328,7 +351,7 @@ def _copy_python(root: Path) -> None:
 
 
 def _copy_tree(root: Path) -> None:
-    tree = _inside(root, ROOT)
+    tree = _inside(root, GUEST_TREE)
     for name in ("podwire", "tests", "bpf", "build", "scripts"):
         if (ROOT / name).exists():
             shutil.copytree(
@@ -369,20 +392,22 @@ def _inside(root: Path, path: Path) -> Path:
 def _run(*arguments: str, cwd: Path | None = None) -> None:
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=cwd)
     if done.returncode:
-        raise GuestUnavailable(f"{' '.join(arguments[:2])} failed: {done.stderr.strip()[-300:]}")
+        said = (done.stderr.strip() or done.stdout.strip())[-1000:]
+        raise BuildFailed(f"{' '.join(arguments[:2])} failed: {said}")
 
 
 def _output(*arguments: str) -> str:
-    done: Sequence[str] = arguments
-    return subprocess.run(done, capture_output=True, text=True, check=False).stdout
+    environment = {**os.environ, "LC_ALL": "C"}
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, env=environment)
+    return done.stdout
 
 
 def main() -> None:
     """Fetch the kernels; SystemExit says what is not to be had."""
     CACHE.mkdir(parents=True, exist_ok=True)
     try:
-        for package in KERNELS.values():
-            fetch_kernel(package, CACHE)
+        for version in KERNELS:
+            fetch_kernel(version, CACHE)
     except GuestUnavailable as reason:
         sys.exit(str(reason))
 

@@ -7,14 +7,14 @@ for one file of those.
 
 import functools
 import re
-import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests import leavings
 from tests.vm.guest import (
     CACHE,
     KERNELS,
@@ -57,41 +57,43 @@ class GuestRun:
 
     release: str
     output: str
-    """What the command printed, and behind it the exit code, if it came so far."""
+    """What the command printed, and behind it the exit code."""
     outcomes: Mapping[str, list[tuple[str, str]]]
     """By file: (outcome, test)."""
 
 
-@pytest.fixture(scope="module")
-def workshop() -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="podwire-vm-"))
-    yield directory
-    shutil.rmtree(directory)
-
-
 @functools.cache
-def _root(directory: Path) -> Path:
-    return build_root(directory, FILES)
-
-
-@functools.cache
-def _run(version: str, directory: Path) -> GuestRun:
-    CACHE.mkdir(parents=True, exist_ok=True)
+def _run(version: str) -> GuestRun | Exception:
+    """Run a guest once, whatever comes of it: each of its tests is told."""
     try:
-        kernel = fetch_kernel(KERNELS[version], CACHE)
-        output = boot(kernel, _root(directory), COMMAND, directory, DEADLINE_S)
-    except GuestUnavailable as reason:
-        pytest.skip(f"kernel {version}: {reason}")
+        with tempfile.TemporaryDirectory(prefix=leavings.NAME) as directory:
+            return _read(*_boot(version, Path(directory)))
+    except Exception as error:  # of any kind: it is raised by each test
+        return error
+
+
+def _boot(version: str, directory: Path) -> tuple[str, str]:
+    CACHE.mkdir(parents=True, exist_ok=True)
+    kernel = fetch_kernel(version, CACHE)
+    root = build_root(directory, FILES)
+    return kernel.release, boot(kernel, root, COMMAND, directory, DEADLINE_S)
+
+
+def _read(release: str, output: str) -> GuestRun:
     outcomes: dict[str, list[tuple[str, str]]] = {name: [] for name in FILES}
     for outcome, test, name in _LINE.findall(output):
         outcomes.setdefault(name, []).append((outcome, test))
-    return GuestRun(kernel.release, output, outcomes)
+    return GuestRun(release, output, outcomes)
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("version", KERNELS)
-def test_packet_tests_pass_in_kernel(version: str, name: str, workshop: Path) -> None:
-    run = _run(version, workshop)
+def test_packet_tests_pass_in_kernel(version: str, name: str) -> None:
+    run = _run(version)
+    if isinstance(run, GuestUnavailable):
+        pytest.skip(f"kernel {version}: {run}")
+    if isinstance(run, Exception):
+        raise run
     assert run.release.startswith(f"{version}.")
     bad = [f"{outcome} {test}" for outcome, test in run.outcomes[name] if outcome != "PASSED"]
     assert not bad, f"on {run.release}:\n" + "\n".join(bad) + "\n" + _failures(run.output)

@@ -52,7 +52,7 @@ enum pw_hook {
 	PW_HOOK_TO_NETDEV = 5,
 };
 
-/* How a flow came, and how its replies must leave (datapath.md rule 2). */
+/* How a flow came, and how its replies must leave (docs/datapath.md, rule 2). */
 enum pw_path {
 	PW_PATH_NONE = 0,
 	PW_PATH_LOCAL = 1,

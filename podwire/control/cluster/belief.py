@@ -1,9 +1,10 @@
-"""What another node's publication is believed for: its own addresses, and what can be a pod's (datapath.md rule 23).
+"""What another node's publication is believed for: its own addresses, and what can be a pod's.
 
 Used by `control.cluster.planner` for nodes' addresses and ranges, and by `control.cluster.remote` for single addresses
-of pods. Pure. Routes and identities follow from publications, and anybody with one node's credentials can publish
-anything in that node's name. So nothing is believed that would divert this host's traffic from its destination.
-Invariant: what pods may have and what nodes may have is disjoint, so neither kind of publication can take the other's.
+of pods. Pure (docs/datapath.md, rule 23). Routes and identities follow from publications, and anybody with one node's
+credentials can publish anything in that node's name. So nothing is believed that would divert this host's traffic from
+its destination. Invariant: what pods may have and what nodes may have is disjoint, so neither kind of publication can
+take the other's.
 """
 
 import dataclasses

@@ -51,7 +51,7 @@ def node_key(name: str) -> ObjectKey:
 
 
 def tunnel_mac(node_name: str) -> str:
-    """Derive the MAC of a node's tunnel device: always the same for a name, another for others (datapath.md rule 8)."""
+    """Derive the MAC of a node's tunnel device: one for each name, so no two are equal (docs/datapath.md, rule 8)."""
     digest = hashlib.sha256(f"tunnel/{node_name}".encode()).digest()
     # 0x06: locally administered and unicast (IEEE 802). The bit of multicast must not be set by chance.
     return bytes((0x06, *digest[:5])).hex(":")

@@ -31,10 +31,11 @@ _PAGE = f"""\
 # Settings of the agent
 
 `podwire-agent --config FILE` reads a TOML file (default `{DEFAULT_CONFIG_FILE}`, which may be
-absent). Each key is also a flag and an environment variable: `node_name` = `--node-name` =
-`PODWIRE_NODE_NAME`. A flag beats the environment, the environment beats the file, the file beats
-the default. Lists are separated by commas in flags and variables. An unknown key or flag is
-refused; an unknown `PODWIRE_*` variable is warned of, because Kubernetes injects such names.
+absent; `PODWIRE_CONFIG` names another one). Each key is also a flag and an environment
+variable: `node_name` = `--node-name` = `PODWIRE_NODE_NAME`. A flag beats the environment, the
+environment beats the file, the file beats the default. Lists are separated by commas in flags
+and variables. An unknown key or flag is refused; an unknown `PODWIRE_*` variable is warned of,
+because Kubernetes injects such names.
 
 `SIGHUP` and `PATCH /v1/config` change the keys marked *reload* in a running agent; a change of any
 other key needs a restart, which no running pod notices. A key whose capability this version does

@@ -182,7 +182,8 @@ class OtherNodes:
         """Make the kernel hold what `plan` says; name what differed.
 
         Raises ForeignObject: changing nothing where a device has the tunnel's port or name; after everything else
-        was done, where routes of others lead to other nodes' pods.
+        was done, where routes of others lead to other nodes' pods. KernelFailure, after everything else was done, where
+        the kernel takes no route to another node.
         """
         # Before anything is changed: a device of somebody else on the tunnel's port refuses the plan as a whole.
         differences, index = self._prepare_tunnel(own, plan)
@@ -214,8 +215,11 @@ class OtherNodes:
             *_name_rows("number {} of another node", nodes, tables.from_u32),
             *name_differences("route to {}", map(str, changed.put), map(str, changed.removed)),
         ]
-        # Raised at the very end: one route of somebody else's must not keep all other nodes from being reached.
+        # Raised at the very end: neither a route of somebody else's nor one that the kernel refuses may keep all other
+        # nodes from being reached, or what nodes had that are gone from being taken away.
         _refuse_foreign(changed.foreign, differences)
+        if changed.failures:
+            raise changed.failures[0]
         return differences
 
     def change_prefixes(

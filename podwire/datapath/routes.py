@@ -35,7 +35,7 @@ from podwire.kernel.rtnl.route import (
     set_neighbour,
 )
 from podwire.model.endpoint import EndpointRecord, IPAddress, IPNetwork
-from podwire.model.errors import ForeignObject
+from podwire.model.errors import ForeignObject, KernelFailure
 from podwire.model.ids import ROUTE_PROTOCOL
 
 _GONE = (errno.ESRCH, errno.ENODEV, errno.ENOENT)
@@ -259,6 +259,8 @@ class RouteChanges(msgspec.Struct, frozen=True):
     removed: tuple[IPNetwork, ...] = ()
     foreign: tuple[Route, ...] = ()
     """Routes without our mark where one of ours was to be: left alone, and ours left out."""
+    failures: tuple[KernelFailure, ...] = ()
+    """Of those that the kernel did not take; all others are there."""
 
 
 class RouteReader:
@@ -284,7 +286,7 @@ def ensure_node_routes(
 ) -> RouteChanges:
     """Make our routes to other nodes be exactly `wanted`; what is missing is written before what is too much goes.
 
-    `present`: the main table.
+    `present`: the main table. What the kernel refuses stops nothing else; it is among what is given.
     """
     by_destination = {route.destination: route for route in wanted}
     ours: dict[IPNetwork, Route] = {}
@@ -306,12 +308,15 @@ def ensure_node_routes(
     ]
     # Only a route of ours is replaced. NLM_F_REPLACE takes whatever has the destination and metric, somebody else's
     # too.
-    netlink.execute([add_route(route, replace=route.destination in ours) for route in put])
+    failures = netlink.attempt(
+        [add_route(route, replace=route.destination in ours) for route in put]
+    )
     remove_routes(netlink, surplus)
     return RouteChanges(
         tuple(route.destination for route in put),
         tuple(route.destination for route in surplus),
         tuple(foreign.values()),
+        tuple(failure for failure in failures if failure is not None),
     )
 
 

@@ -1,17 +1,46 @@
-"""Compare two networks, and find the one that an address is in: every part that asks means the same, and none across
-families.
+"""Read and compare networks, and find the one that an address is in: every part that asks means the same, and none
+across families.
 
-Called by settings, documents, addresses and what other nodes publish. Pure.
+Called by settings, documents, addresses and what other nodes publish. Pure. Invariant: of what is read here no two that
+differ mean the same to the kernel.
 """
 
+import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from podwire.model.endpoint import IPAddress, IPNetwork
 
 _T = TypeVar("_T")
+_MAPPED: Final = ipaddress.IPv6Network("::ffff:0:0/96")
+"""IPv4 addresses in the form of IPv6 (RFC 4291, 2.5.5.2): maps of the programs have those of IPv4 in this form."""
+
+
+def read_address(text: str) -> IPAddress:
+    """Read an address that means the same on every machine.
+
+    ValueError for what is none, for one with a scope (RFC 4007), and for one of IPv4 in the form of IPv6. Each of these
+    is another value than the address without that, but the same one in the kernel.
+    """
+    address = ipaddress.ip_address(text)
+    _require_one_form(
+        text, address, isinstance(address, ipaddress.IPv6Address) and address in _MAPPED
+    )
+    return address
+
+
+def read_network(text: str) -> IPNetwork:
+    """Read a network without bits behind the prefix; ValueError like `read_address`."""
+    network = ipaddress.ip_network(text)
+    _require_one_form(text, network.network_address, overlap(network, _MAPPED))
+    return network
+
+
+def _require_one_form(text: str, address: IPAddress, is_mapped: bool) -> None:
+    if is_mapped or (isinstance(address, ipaddress.IPv6Address) and address.scope_id is not None):
+        raise ValueError(f"{text!r} has a scope, or is IPv4 in the form of IPv6")
 
 
 def is_within(inner: IPNetwork, outer: IPNetwork) -> bool:

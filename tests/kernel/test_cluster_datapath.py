@@ -36,7 +36,7 @@ from podwire.model.cluster import (
     TunnelPlan,
     Way,
 )
-from podwire.model.errors import ForeignObject, StorageFailure
+from podwire.model.errors import ForeignObject, KernelFailure, StorageFailure
 from podwire.model.identity import Reserved
 from podwire.model.ids import IdentityId
 from tests.kernel.conftest import NODE, new_namespace, pings
@@ -487,6 +487,26 @@ def test_a_foreign_route_is_named_and_the_others_are_made(world: KernelWorld) ->
     world.host.run("ip", "-6", "route", "del", "fd77::3:0/112")
     assert len(world.datapath.apply_cluster(plan)) == 2
     assert len(routes_of(world, "-4") | routes_of(world, "-6")) == 6
+
+
+def test_a_route_that_the_kernel_refuses_keeps_nothing_else_from_being_done(
+    world: KernelWorld,
+) -> None:
+    """Whatever a node publishes, the others are reached, and what is gone goes."""
+    world.datapath.apply_cluster(make_cluster(4, way=Way.NATIVE))
+    plan = make_cluster(3, way=Way.NATIVE)
+    refused = replace(plan.routes[0], via=ipaddress.ip_address("10.50.0.255"))
+    assert str(refused.destination) == "10.77.1.0/24"
+    bad = replace(plan, routes=(refused, *plan.routes[1:]))
+    with pytest.raises(KernelFailure, match=r"10\.77\.1\.0/24"):
+        world.datapath.apply_cluster(bad)
+    assert {present[0] for present in routes_of(world, "-4")} >= {"10.77.2.0/24", "10.77.3.0/24"}
+    assert "10.77.4.0/24" not in {present[0] for present in routes_of(world, "-4")}
+    numbers = {row.number for row in list_nodes(world.datapath.maps)}
+    assert numbers == {1, 2, 3}
+    world.datapath.apply_cluster(plan)
+    assert len(routes_of(world, "-4")) == 3
+    assert world.datapath.apply_cluster(plan) == []
 
 
 def test_a_weaker_foreign_route_stays_beside_ours(world: KernelWorld) -> None:

@@ -20,6 +20,7 @@ from podwire.model.errors import (
     KernelFailure,
     PodwireError,
     StorageFailure,
+    Unavailable,
     UnknownContainer,
 )
 from podwire.model.ids import ContainerId, InterfaceName, NetworkName
@@ -157,6 +158,35 @@ def test_a_del_that_can_be_neither_written_nor_done_says_so(node: FakeNode) -> N
     node.datapath.reap_blocked = True
     with pytest.raises(StorageFailure):
         node.service.delete(request("DEL", at_ns=150))
+
+
+def test_a_repeated_del_says_so_too_until_its_end_is_written(node: FakeNode) -> None:
+    """Otherwise a launcher's record is removed, a crash follows, and the next agent takes the endpoint for alive."""
+    node.service.add(request(), NETNS)
+    node.datapath.reap_blocked = True
+    for at_ns in (150, 160):
+        node.journal.fail_write(1)
+        with pytest.raises(StorageFailure):
+            node.service.delete(request("DEL", at_ns=at_ns))
+    [record] = node.journal.list_records()
+    assert record.phase is Phase.LIVE
+    node.service.delete(request("DEL", at_ns=170))
+    [record] = node.journal.list_records()
+    assert record.phase is Phase.DELETING
+    node.datapath.reap_blocked = False
+    node.service.settle()
+    node.assert_empty()
+
+
+def test_an_add_behind_an_end_that_takes_time_is_to_be_tried_again(node: FakeNode) -> None:
+    node.service.add(request(), NETNS)
+    node.datapath.reap_blocked = True
+    node.service.delete(request("DEL", at_ns=150))
+    with pytest.raises(Unavailable, match="has not ended yet"):
+        node.service.add(request(at_ns=200), NETNS)
+    node.datapath.reap_blocked = False
+    node.service.add(request(at_ns=250), NETNS)
+    assert len(node.journal.list_records()) == 1
 
 
 def test_del_of_what_is_not_there_succeeds_and_may_be_repeated(node: FakeNode) -> None:

@@ -147,6 +147,11 @@ def test_what_one_node_was_given_is_no_others() -> None:
         ),
         pytest.param("10.99.0.9", SET, POOLS, "pods are in 10.99.0.0/16", id="a pool"),
         pytest.param("172.17.0.1", SET, None, "is an address of node n1", id="another of ours"),
+        pytest.param("192.0.2.255", SET, None, "no single machine's in 192.0.2.0/24", id="all"),
+        pytest.param("10.8.0.0", SET, None, "no single machine's in 10.8.0.0/24", id="the subnet"),
+        pytest.param(
+            "2001:db8::", SET, None, "no single machine's in 2001:db8::/64", id="a router"
+        ),
         pytest.param("fd00::9", SET, None, "pods are in fd00::/48", id="IPv6"),
         pytest.param("10.244.9.9", UNSET, None, "pods are in 10.244.0.0/16", id="near our range"),
     ],

@@ -18,10 +18,12 @@ from pathlib import Path
 import pytest
 
 from podwire.agent.cni.at_once import PromptRequests
+from podwire.agent.cni.incoming import FrameReader
 from podwire.agent.cni.received import Received
 from podwire.agent.cni.socket import CniServer, SocketLimits
 from podwire.cni import launcher
 from podwire.model import wire
+from podwire.model.errors import Unavailable
 from podwire.model.wire import Frame, Reply, ReplyStatus
 
 DEADLINE_S = 30.0
@@ -409,6 +411,24 @@ async def test_without_descriptors_the_door_waits_and_goes_on(
             connection.send(GOOD)
             assert await read_reply(connection) == DONE
     assert len([line for line in caplog.records if line.levelno == logging.ERROR]) < 1000
+
+
+def test_descriptors_that_this_process_may_not_have_are_no_fault_of_the_request() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    theirs, ours = socket.socketpair()
+    with theirs, opened("/dev/null") as null:
+        socket.send_fds(theirs, [GOOD], [null, null])
+        reader = FrameReader(ours)
+        gc.collect()
+        next_fd = os.dup(0)
+        os.close(next_fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next_fd + 1, hard))
+        try:
+            with pytest.raises(Unavailable, match="no descriptor left"):
+                reader.receive()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            reader.close()
 
 
 # --- the end ------------------------------------------------------------------------------------

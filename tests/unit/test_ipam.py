@@ -2,7 +2,7 @@
 
 import random
 import tracemalloc
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 import pytest
 
@@ -253,11 +253,10 @@ def test_adopting_an_address_twice_is_refused_and_changes_nothing() -> None:
 def test_addresses_of_a_range_that_the_node_lost_are_held_by_name() -> None:
     ipam = NodeIpam(["10.0.0.0/24"])
     adopt(ipam, 1, "10.9.0.2", "fd00::2")
-    adopt(ipam, 2, "10.0.0.1")
     assert ipam.usage()[0].held == 0
     with pytest.raises(Bug):
         adopt(ipam, 3, "10.9.0.2")
-    release(ipam, 1, 2)
+    release(ipam, 1)
     assert ipam.find_owner(IPv4Address("10.9.0.2")) is None
 
 
@@ -266,6 +265,20 @@ def test_allocating_twice_for_one_endpoint_is_a_bug() -> None:
     take(ipam, 1)
     with pytest.raises(Bug):
         take(ipam, 1)
+
+
+@pytest.mark.parametrize("way", ["at a start", "while it runs"])
+def test_a_pods_address_never_stands_for_the_node_when_ranges_change(way: str) -> None:
+    """The second address of the new range is a pod's."""
+    ipam = NodeIpam(["10.1.0.128/25" if way == "at a start" else "10.1.0.0/24"])
+    adopt(ipam, 1, "10.1.0.129")
+    ipam.change_ranges([ip_network("10.1.0.128/25")])
+    [usage] = ipam.usage()
+    assert (usage.node_address, usage.held) == (ip_address("10.1.0.128"), 1)
+    given = {take(ipam, number)[0] for number in range(2, usage.capacity + 1)}
+    assert not given & {"10.1.0.128", "10.1.0.129"}
+    with pytest.raises(Exhausted):
+        take(ipam, 1000)
 
 
 def test_memory_does_not_grow_with_the_range_nor_with_time(

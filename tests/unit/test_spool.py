@@ -1,7 +1,9 @@
 """The spool: nothing is lost, nothing blocks, what cannot be read is moved aside."""
 
+import errno
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -166,6 +168,12 @@ def _become_fifo(directory: Path, name: str) -> None:
     os.mkfifo(directory / name)
 
 
+def _become_socket(directory: Path, name: str) -> None:
+    (directory / name).unlink()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(directory / name))
+
+
 BAD = {
     "empty": lambda directory, name: _replace(directory, name, b""),
     "garbage": lambda directory, name: _replace(directory, name, b"x" * 100),
@@ -180,6 +188,7 @@ BAD = {
     "a directory": _become_directory,
     "a symbolic link": _become_link,
     "a FIFO": _become_fifo,
+    "a socket": _become_socket,
 }
 
 
@@ -197,6 +206,27 @@ def test_what_cannot_be_read_is_moved_aside_with_its_reason(
     (line,) = [line for line in caplog.records if line.message == "moved a spooled request aside"]
     assert line.__dict__["path"] == name
     assert line.__dict__["error"]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO])
+def test_what_cannot_be_read_now_is_read_later(
+    spool: Spool,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    number: int,
+) -> None:
+    """The runtime was told that the DEL is done: a machine that is short of something must not lose it."""
+    put(directory, frame("first", 1))
+
+    def refuse(*_arguments: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        assert [spool.read(), spool.read()] == [[], []]
+    assert len([line for line in caplog.records if "cannot be read now" in line.message]) == 1
+    assert keys(spool.read()) == ["first"]
 
 
 def test_only_so_many_bad_records_are_kept(spool: Spool, directory: Path) -> None:

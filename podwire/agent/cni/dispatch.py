@@ -240,7 +240,7 @@ class Dispatcher:
         until_ns = job.request.started_boottime_ns
         # While its caller waits, nobody has been told that the DEL is done, so it is as young as this moment. A DEL
         # whose caller has gone is as old as that caller: a new life of the attachment may have begun since.
-        if not job.caller.gone:
+        if not job.caller.has_left():
             until_ns = max(until_ns, now_ns)
         self._lines.note_delete(job.key, until_ns, now_ns)
         job.request = msgspec.structs.replace(job.request, started_boottime_ns=until_ns)

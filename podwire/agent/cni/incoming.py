@@ -12,7 +12,7 @@ import struct
 from typing import Final
 
 from podwire.model import wire
-from podwire.model.errors import PodwireError, UndecodableRequest
+from podwire.model.errors import PodwireError, Unavailable, UndecodableRequest
 from podwire.model.wire import Frame
 
 READ_BYTES: Final = 65_536
@@ -69,8 +69,14 @@ class FrameReader:
                 numbers.frombytes(payload[: len(payload) - len(payload) % numbers.itemsize])
                 self.descriptors.extend(numbers)
         # The kernel has closed those that did not fit (unix(7)); the others are closed with the connection.
-        if flags & socket.MSG_CTRUNC or len(self.descriptors) > DESCRIPTORS_MAX:
+        if len(self.descriptors) > DESCRIPTORS_MAX:
             raise UndecodableRequest("read the request: too many descriptors came with it")
+        # There was room for more in the message, so this process may have no more (net/core/scm.c:scm_detach_fds).
+        if flags & socket.MSG_CTRUNC:
+            raise Unavailable(
+                "read the request: the agent has no descriptor left for what came with it",
+                hint="call again; raise the agent's limit of open files (LimitNOFILE)",
+            )
         return data
 
     def add(self, data: bytes) -> bool:

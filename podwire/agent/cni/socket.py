@@ -72,6 +72,8 @@ class CniServer:
         self._limits = limits or SocketLimits()
         self._connections: set[_Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._pause: asyncio.TimerHandle | None = None
+        """Of the loop, which accepts no launcher for a while, for want of descriptors."""
 
     @contextlib.asynccontextmanager
     async def serving(
@@ -135,6 +137,8 @@ class CniServer:
                     loop.add_reader(listener.fileno(), self._accept, listener)
             elif is_relieved:
                 loop.remove_reader(listener.fileno())
+                if self._pause is not None:
+                    self._pause.cancel()
             is_relieved = is_late
 
     async def _finish(self, deadline_s: float) -> None:
@@ -167,7 +171,9 @@ class CniServer:
                 # The backlog stays readable: looking again at once would only burn the processor.
                 _log.error("accept a launcher", extra={"error": error.strerror})
                 loop.remove_reader(listener.fileno())
-                loop.call_later(self._limits.accept_pause_s, self._accept_again, listener)
+                self._pause = loop.call_later(
+                    self._limits.accept_pause_s, self._accept_again, listener
+                )
                 return
             self._take(FrameReader(accepted))
 

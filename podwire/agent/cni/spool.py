@@ -6,6 +6,7 @@ to do. A record that cannot be read is moved aside, and the log gives the reason
 "Spool".
 """
 
+import errno
 import logging
 import os
 import stat
@@ -29,6 +30,8 @@ BAD_KEPT: Final = 100
 """Unreadable records that are kept for people; the oldest give way."""
 TEMPORARY_MAX_AGE_NS: Final = 120_000_000_000
 """Launchers write at most 20 s after their start. Counts where nobody can tell whether the launcher still runs."""
+_NO_FILE: Final = frozenset({errno.ELOOP, errno.ENXIO})
+"""What open(2) says of a symbolic link, and of a socket."""
 RETRY_BASE_NS: Final = 1_000_000_000
 RETRY_CAP_NS: Final = 60_000_000_000
 
@@ -76,6 +79,8 @@ class Spool:
         self._lock = threading.Lock()
         self._known: dict[str, SpooledDelete] = {}
         self._left_alone: set[str] = set()
+        self._unreadable: set[str] = set()
+        """Records that could not be read when somebody looked, and were named in the log."""
         self._retries: dict[str, _Retry] = {}
 
     def read(self) -> Sequence[SpooledDelete]:
@@ -144,6 +149,7 @@ class Spool:
         known = self._known
         self._known = {}
         self._left_alone.intersection_update(names)
+        self._unreadable.intersection_update(names)
         self._retries = {name: self._retries[name] for name in names if name in self._retries}
         for name in names:
             if name in self._left_alone:
@@ -194,8 +200,21 @@ class Spool:
         except PodwireError as error:
             self._move_aside(name, error.message)
         except OSError as error:
-            self._move_aside(name, str(error))
+            if error.errno in _NO_FILE:
+                self._move_aside(name, str(error))
+            else:
+                # This machine lacks something (descriptors, memory, a disk that can be read). What is not known is read
+                # again at the next look; the runtime was told that this DEL is done.
+                self._note_unreadable(name, error)
         return None
+
+    def _note_unreadable(self, name: str, error: OSError) -> None:
+        if name not in self._unreadable:
+            self._unreadable.add(name)
+            _log.warning(
+                "a spooled DEL cannot be read now; it is tried again",
+                extra={"path": name, "error": error.strerror},
+            )
 
     def _read_file(self, name: str) -> bytes:
         # O_NONBLOCK: whatever it is, opening it must not wait.

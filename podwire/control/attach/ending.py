@@ -30,6 +30,8 @@ class _Ending(msgspec.Struct, frozen=True):
     record: EndpointRecord
     undone: bool
     device_gone: bool = False
+    written: bool = True
+    """Whether the journal says that this endpoint ends."""
 
 
 @dataclass(kw_only=True)
@@ -70,10 +72,25 @@ class Endings:
         undone = undo_steps(done, self.context, record)
         self.directories.remove(record.id)
         # A failed ADD that never reached the step DEVICE has no device that a reaper could report as gone.
-        self._endings[record.id] = _Ending(record, undone, device_gone=DEVICE not in done)
+        self._endings[record.id] = _Ending(
+            record, undone, device_gone=DEVICE not in done, written=unwritten is None
+        )
         if unwritten is not None:
             self._complete_unwritten(record.id, unwritten)
         return record
+
+    def confirm(self, endpoint_id: EndpointId) -> None:
+        """Before somebody is told once more that an endpoint ends: StorageFailure while that is neither written down
+        nor complete.
+        """
+        ending = self._endings.get(endpoint_id)
+        if ending is None or ending.written:
+            return
+        failure = self._write(ending.record)
+        if failure is not None:
+            self._complete_unwritten(endpoint_id, failure)
+        else:
+            self._endings[endpoint_id] = replace(ending, written=True)
 
     def reap(self) -> None:
         """Delete condemned devices in one batch and note whose are gone. Needs no turn: it waits for the kernel."""

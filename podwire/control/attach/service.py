@@ -34,6 +34,7 @@ from podwire.model.errors import (
     InvalidConfiguration,
     InvalidEnvironment,
     PodwireError,
+    Unavailable,
     UnknownContainer,
 )
 from podwire.model.ids import EndpointId, IdentityId, host_device_name
@@ -112,7 +113,10 @@ class AttachService(msgspec.Struct, frozen=True):
         with self.turn:
             endpoint = self.table.get_by_key(_key(request))
             # CNI specification, DEL: it succeeds when nothing is there, because runtimes repeat it until it does.
-            if endpoint is None or endpoint.state is State.DISCONNECTING:
+            if endpoint is None:
+                return
+            if endpoint.state is State.DISCONNECTING:
+                self.endings.confirm(endpoint.record.id)
                 return
             # A DEL may have waited in the spool while the agent was down, and the runtime may have called ADD for the
             # same container since. The old DEL does not mean the new attachment.
@@ -215,6 +219,11 @@ class AttachService(msgspec.Struct, frozen=True):
             holders = self.table.list_by_container(key.container_id, key.if_name)
         if not holders:
             return
+        if any(endpoint.state is State.DISCONNECTING for endpoint in holders):
+            raise Unavailable(
+                f"attach {key}: the last attachment of interface {key.if_name!r} has not ended yet",
+                hint="call again; `podwire status` and the agent's log say what keeps it",
+            )
         holder = holders[0].record.key
         raise InvalidConfiguration(
             f"attach {key}: interface {key.if_name!r} of this container is attached already"

@@ -115,6 +115,9 @@ class Belief:
             return ""  # a contest with this node, which it may lose
         if address in self.around.own:
             return f"it is an address of node {self.node}"
+        edge = next((subnet for subnet in self.around.subnets if _is_edge(address, subnet)), None)
+        if edge is not None:
+            return f"it is no single machine's in {edge}"
         is_linked = any(address in subnet for subnet in self.around.subnets)
         cluster = () if is_linked else self.cluster
         pods = next(
@@ -226,6 +229,14 @@ def _describe(node: str, refused: Sequence[tuple[str, str]]) -> Problem:
     more = len(refused) - NAMED_MAX
     rest = f"; so are {more} more" if more > 0 else ""
     return Problem((node,), f"of what node {node} publishes, {said}{rest}")
+
+
+def _is_edge(address: IPAddress, subnet: IPNetwork) -> bool:
+    """Tell whether an address means all machines of a subnet, or any of its routers: no route leads over those."""
+    if address.version != subnet.version or subnet.max_prefixlen - subnet.prefixlen < 2:
+        return False
+    is_broadcast = address.version == 4 and address == subnet.broadcast_address
+    return is_broadcast or address == subnet.network_address  # RFC 4291, 2.6.1 for IPv6
 
 
 def _widen(network: IPNetwork) -> IPNetwork | None:

@@ -14,7 +14,7 @@ import msgspec
 
 from podwire.control.cluster.belief import Grants
 from podwire.model.endpoint import IPNetwork
-from podwire.model.networks import is_within
+from podwire.model.networks import is_within, read_network
 from podwire.model.store import StoredObject
 
 Published = Iterable[tuple[str, IPNetwork]]
@@ -107,6 +107,6 @@ def _read_cidr(pool: StoredObject) -> IPNetwork | None:
     """Give a pool's range; None of one that cannot be read, which grants nothing."""
     spec: Any = pool.document.get("spec")
     try:
-        return ipaddress.ip_network(spec["cidr"])
+        return read_network(spec["cidr"])
     except (TypeError, KeyError, ValueError):
         return None

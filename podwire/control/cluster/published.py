@@ -18,7 +18,7 @@ from podwire.model.documents.reader import Faults
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.identity import CLUSTER_LAST
 from podwire.model.ids import IdentityId
-from podwire.model.networks import index_networks
+from podwire.model.networks import index_networks, read_address
 from podwire.model.store import ObjectKey, StoredObject, value_of
 from podwire.model.store.kinds import NODE_ENDPOINTS
 
@@ -130,7 +130,7 @@ def _read_other(text: str, spec: Fields, into: dict[IPAddress, IdentityId]) -> N
     left, _, right = text.partition("=")
     identity = _number(right)
     try:
-        address = ipaddress.ip_address(left)
+        address = read_address(left)
     except ValueError:
         spec.wrong("others", f"has {text[:60]!r}, no ADDRESS=IDENTITY")
         return

@@ -4,13 +4,13 @@ Used by `control.cluster.facts` and `control.cluster.published`. Pure. Invariant
 anything in it is wrong; every fault names its field.
 """
 
-import ipaddress
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeVar
 
 from podwire.model.cluster import Claimed
 from podwire.model.documents.reader import Faults, Node, root, shown
 from podwire.model.endpoint import IPAddress, IPNetwork
+from podwire.model.networks import read_address, read_network
 
 EPOCH_MAX: Final = (1 << 63) - 1
 
@@ -51,17 +51,17 @@ class Fields:
 
     def addresses(self, name: str) -> tuple[IPAddress, ...]:
         """Give a list of addresses."""
-        return self._convert_all(name, ipaddress.ip_address, "address")
+        return self._convert_all(name, read_address, "address")
 
     def networks(self, name: str) -> tuple[IPNetwork, ...]:
         """Give a list of ranges, without bits behind the prefix."""
-        return self._convert_all(name, ipaddress.ip_network, "range")
+        return self._convert_all(name, read_network, "range")
 
     def epochs(self, name: str) -> dict[IPNetwork, int]:
         """Give an object of ranges and the epochs they were claimed in."""
         epochs: dict[IPNetwork, int] = {}
         for key, node in self._members(name):
-            network = self._convert(name, key, ipaddress.ip_network, "range")
+            network = self._convert(name, key, read_network, "range")
             if network is not None:
                 epochs[network] = node.integer(0, EPOCH_MAX) or 0
         return epochs
@@ -70,7 +70,7 @@ class Fields:
         """Give an object of addresses and ranges and their numbers, from -`limit` to `limit`."""
         claims: dict[Claimed, int] = {}
         for key, node in self._members(name):
-            convert = ipaddress.ip_network if "/" in str(key) else ipaddress.ip_address
+            convert = read_network if "/" in str(key) else read_address
             claimed = self._convert(name, key, convert, "address or range")
             if claimed is not None:
                 claims[claimed] = node.integer(-limit, limit) or 0

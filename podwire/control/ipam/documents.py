@@ -5,7 +5,6 @@ what it claims, so creating the object is the claim: an object exists only once.
 back the same. Nothing of a document that cannot be read is used.
 """
 
-import ipaddress
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -16,6 +15,7 @@ from podwire.control.ipam.pools import AddressRange
 from podwire.model.documents.lenient import members_of, text_of
 from podwire.model.endpoint import AttachmentKey, IPAddress, IPNetwork
 from podwire.model.ids import ContainerId, InterfaceName, NetworkName
+from podwire.model.networks import read_address, read_network
 from podwire.model.store import ObjectKey, StoredObject, value_of
 from podwire.model.store.kinds import IP_ADDRESS, IP_BLOCK, Kind
 
@@ -153,7 +153,7 @@ def decode_block(stored: StoredObject) -> Block | None:
         return known
     spec = members_of(stored.document, "spec")
     try:
-        cidr = ipaddress.ip_network(str(spec.get("cidr")))
+        cidr = read_network(str(spec.get("cidr")))
         epoch = spec.get("epoch", 0)
         kept = tuple(_read_range(str(text)) for text in spec.get("kept") or ())
     except (ValueError, TypeError):
@@ -175,7 +175,7 @@ def decode_claimed(stored: StoredObject) -> ClaimedAddress | None:
     spec = members_of(stored.document, "spec")
     handle = members_of(spec, "handle")
     try:
-        address = ipaddress.ip_address(str(spec.get("address")))
+        address = read_address(str(spec.get("address")))
     except ValueError:
         return None
     if address_key(address) != stored.key:
@@ -210,4 +210,4 @@ def _is_inside(part: AddressRange, cidr: IPNetwork) -> bool:
 
 def _read_range(text: str) -> AddressRange:
     first, _, last = text.partition("-")
-    return AddressRange(ipaddress.ip_address(first), ipaddress.ip_address(last or first))
+    return AddressRange(read_address(first), read_address(last or first))

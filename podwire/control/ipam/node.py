@@ -87,8 +87,7 @@ class NodeIpam:
         made = _make_pools(cidrs)
         for pool in made:
             for address in self._held.owners:
-                if pool.is_assignable(address):
-                    pool.take(address)
+                _take_for_pod(pool, address)
         # A CIDR that stays keeps the order in which its addresses rest, unless another one is its family's first now.
         self._pools = [
             kept
@@ -150,8 +149,9 @@ class NodeIpam:
         somebody holds one of them: the journal gave one address twice.
         """
         self._held.adopt(Holding(owner, tuple(addresses), identity, quarantined))
-        self._take(addresses)
         for address in addresses:
+            for one in self._pools:
+                _take_for_pod(one, address)
             pool = self._find_pool(address)
             if pool is not None:
                 pool.continue_after(address)
@@ -243,6 +243,17 @@ def _make_pools(cidrs: Iterable[str | IPNetwork]) -> list[AddressFifo]:
     for first in {pool.cidr.version: pool for pool in reversed(pools)}.values():
         first.set_node_address(first.find_node_address())
     return pools
+
+
+def _take_for_pod(pool: AddressFifo, address: IPAddress) -> None:
+    """Hold an address that a pod has, if it is in this CIDR; where it would stand for the node, another one does."""
+    stood_for_node = pool.node_address == address
+    if stood_for_node:
+        pool.set_node_address(None)
+    if pool.is_assignable(address):
+        pool.take(address)
+    if stood_for_node:
+        pool.set_node_address(pool.find_node_address())
 
 
 def _version(address: IPAddress) -> int:

@@ -4,7 +4,6 @@ Called by the agent's start, by the choice of the node's address, and where two 
 watches its own core Node only; another one is read once, for a contest.
 """
 
-import ipaddress
 from typing import Final
 
 import msgspec
@@ -12,6 +11,7 @@ import msgspec
 from podwire.model.documents.lenient import items_of, members_of, read_address, text_of, texts_of
 from podwire.model.endpoint import IPAddress, IPNetwork
 from podwire.model.errors import InvalidConfiguration
+from podwire.model.networks import read_network
 from podwire.model.store import ObjectKey, StoredObject
 from podwire.model.store.kinds import CORE_NODE
 
@@ -86,7 +86,7 @@ def network_is_available(now: str) -> dict[str, str]:
 
 def _read_range(node: str, text: str) -> IPNetwork:
     try:
-        return ipaddress.ip_network(text)
+        return read_network(text)
     except ValueError as error:
         raise InvalidConfiguration(
             f"read the ranges of core Node {node!r}: spec.podCIDRs has {text[:80]!r}: {error}",

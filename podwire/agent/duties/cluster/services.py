@@ -138,6 +138,9 @@ class ServiceDuty(FollowingDuty):
 
     def hear(self, change: IdentityChange) -> None:
         """Hear what identities mean; from any thread."""
+        selected = self.catalogue.selected
+        if selected is None or not selected.is_asked:
+            return  # a service that chooses by labels later finds what identities mean then
         self._learnt.extend(facts.number for facts in change.added)
         self._learnt.extend(change.removed)
         self.pods_changed()

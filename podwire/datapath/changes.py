@@ -9,9 +9,11 @@ out to be nothing.
 import os
 import struct
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from podwire.datapath.device import FIRST_INDEX
+from podwire.kernel.clock import FIRST_PID_NAMESPACE
 from podwire.kernel.netlink import read_text, unpack_body
 from podwire.kernel.netlink_events import (
     COMMITTED,
@@ -84,13 +86,19 @@ def watch_tables(told: Callable[[str], None]) -> NetlinkEvents:
     One message ends each commit, and only those arrive: what a commit says of its rules may be megabytes.
     """
 
+    sees_all = os.readlink("/proc/self/ns/pid") == FIRST_PID_NAMESPACE
+    own_name = Path("/proc/self/comm").read_text(encoding="utf-8").rstrip("\n")
+
     def note(_kind: int, body: bytes) -> bool:
         _, attributes = unpack_body(_GENERATION, body)
+        name = read_text(attributes, _NFTA_GEN_PROC_NAME)
         # nftables' numbers are in network order, unlike those of rtnetlink. The kernel puts the number of the thread
         # here that sent the commit (nf_tables_fill_gen_info), and the agent has several.
         thread = int.from_bytes(attributes.get(_NFTA_GEN_PROC_PID, b""), "big")
-        is_own = os.path.exists(f"/proc/self/task/{thread}")
-        told("" if is_own else read_text(attributes, _NFTA_GEN_PROC_NAME))
+        # In a container the number is another thread's, or nobody's. What a namesake changes is found by the next
+        # reconciliation.
+        is_own = os.path.exists(f"/proc/self/task/{thread}") if sees_all else name == own_name
+        told("" if is_own else name)
         # Our own commit must not wake the duty that looks for commits of others, or each repair would be followed by
         # another look.
         return not is_own

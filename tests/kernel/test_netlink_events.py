@@ -1,9 +1,12 @@
 """What the kernel tells of changes, and what it does not even bring to this process."""
 
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +29,7 @@ from podwire.kernel.rtnl.route import (
 )
 from tests.kernel.conftest import Namespace
 
+ROOT = Path(__file__).resolve().parents[2]
 IGNORED_FROM = 1 << 20
 LOOPBACK = 1
 GROUPS = GROUP_LINK | GROUP_IPV4_ADDRESS | GROUP_IPV4_ROUTE | GROUP_IPV6_ADDRESS | GROUP_IPV6_ROUTE
@@ -136,3 +140,32 @@ def test_a_route_without_a_device_arrives(host: Namespace) -> None:
         host.run("ip", "route", "add", "unreachable", "10.11.0.0/24")
         assert events.wait(30)
     assert RTM_NEWROUTE in told
+
+
+WHO_COMMITS = """
+import subprocess, sys
+from podwire.datapath.changes import watch_tables
+from podwire.kernel.nft import Nftables
+
+told = []
+with watch_tables(told.append) as news, Nftables() as tables:
+    tables.run("add table inet one")
+    print(tables.in_process, news.wait(0.2), told)
+    subprocess.run(["nft", "add", "table", "inet", "two"], check=True)
+    print(news.wait(60), told)
+"""
+
+
+@pytest.mark.parametrize("is_contained", [False, True], ids=["on the host", "in a container"])
+def test_an_own_commit_is_told_from_a_strangers(is_contained: bool) -> None:
+    """The kernel names the thread by its number in the first pid namespace, where a container's agent is not."""
+    room = ["unshare", "--net", *(["--pid", "--fork", "--mount-proc"] if is_contained else [])]
+    done = subprocess.run(
+        [*room, sys.executable, "-c", WHO_COMMITS],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert done.stdout.splitlines() == ["True False ['']", "True ['', 'nft']"], done.stderr

@@ -6,7 +6,7 @@ the command reads them exactly as the agent does.
 
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import click
@@ -51,10 +51,12 @@ def cleanup(
     if everything and not yes:
         removed.extend(_survey_own_node(agent.files))
     if yes:
-        for name in leftovers:
-            labs.down(name, progress=lambda _line: None)
-        if everything:
-            removed.extend(_remove_own_node(agent))
+        # The locks first: a command that is refused removes nothing, no lab either.
+        with _stopped_agent(agent) if everything else nullcontext():
+            for name in leftovers:
+                labs.down(name, progress=lambda _line: None)
+            if everything:
+                removed.extend(_remove_own_node(agent.files))
     document = {"done": yes, "removed": removed}
     verb = "removed" if yes else "would remove"
     lines = [f"{verb} {name}" for name in removed] or ["nothing of podwire is here"]
@@ -73,24 +75,22 @@ def _survey_own_node(files: FileSettings) -> list[str]:
     ]
 
 
-def _remove_own_node(config: AgentConfig) -> list[str]:
+def _remove_own_node(files: FileSettings) -> list[str]:
     from podwire.datapath.survey import (  # noqa: PLC0415
         read_hooks,
         remove_everything,
         restore_settings,
     )
 
-    files = config.files
-    with _stopped_agent(config):
-        settings, hooks = _read_noted(files.state_dir / "journal.db")
-        removed = remove_everything(files.bpf_dir, read_hooks(hooks))
-        removed.extend(restore_settings(settings))
-        for path in _list_files(files):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-            removed.append(str(path))
+    settings, hooks = _read_noted(files.state_dir / "journal.db")
+    removed = remove_everything(files.bpf_dir, read_hooks(hooks))
+    removed.extend(restore_settings(settings))
+    for path in _list_files(files):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+        removed.append(str(path))
     return removed
 
 
@@ -98,14 +98,20 @@ def _remove_own_node(config: AgentConfig) -> list[str]:
 def _stopped_agent(config: AgentConfig) -> Iterator[None]:
     """Keep an agent from running; Conflict when one does, under these directories or this node's name."""
     from podwire.journal.lock import locked_node_name, locked_state_directory  # noqa: PLC0415
+    from podwire.model.errors import Conflict  # noqa: PLC0415
 
     # The locks are held until all is removed, because an agent that starts in between would put back what was removed,
     # and its programs would then lose their pins.
     with ExitStack() as locks:
-        for directory in (config.files.state_dir, config.files.run_dir):
-            if directory.exists():
-                locks.enter_context(locked_state_directory(directory))
-        locks.enter_context(locked_node_name(config.node.node_name))
+        try:
+            for directory in (config.files.state_dir, config.files.run_dir):
+                if directory.exists():
+                    locks.enter_context(locked_state_directory(directory))
+            locks.enter_context(locked_node_name(config.node.node_name))
+        except Conflict as held:
+            raise Conflict(
+                held.message, hint="nothing was removed; stop that agent first"
+            ) from held
         yield
 
 

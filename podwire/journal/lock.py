@@ -70,8 +70,8 @@ def locked_state_directory(state_dir: Path, *, patient: bool = False) -> Iterato
         except BlockingIOError:
             holder = _read_number(fd)
             raise Conflict(
-                f"lock state directory {str(state_dir)!r}: the agent with pid {holder} holds it",
-                hint="stop that agent, or give this one another state_dir",
+                f"lock directory {str(state_dir)!r}: the agent with pid {holder} holds it",
+                hint="stop that agent, or give this one directories of its own (state_dir, run_dir)",
             ) from None
 
     try:

@@ -74,6 +74,43 @@ SIDE_FILES = ("-shm", "-wal")
 NOTHING = {"devices": [], "routes": [[], []], "tables": False, "pins": [], "files": []}
 
 
+LABS = """
+import sys
+from podwire.cli.main import main
+from podwire.lab import labs
+
+labs.list_leftovers = lambda running_too=False: ["running"]
+labs.down = lambda name, progress: print(f"{name} is down", file=sys.stderr)
+sys.argv[0] = "podwire"
+sys.exit(main())
+"""
+"""The command, with a lab that is up."""
+
+
+def test_a_cleanup_that_is_refused_takes_no_lab_down(rig: Rig) -> None:
+    rig.start()
+    config = ("--config", str(rig.directory / "agent.toml"))
+    command = (sys.executable, "-c", LABS, "cleanup", "--all", *config, "--yes")
+
+    def try_it() -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            ["nsenter", f"--net=/run/netns/{rig.name}", *command],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+
+    refused = try_it()
+    assert refused.returncode == 5, refused
+    assert "is down" not in refused.stderr
+    assert "nothing was removed" in refused.stderr
+    rig.kill()
+    done = try_it()
+    assert done.returncode == 0, done
+    assert "running is down" in done.stderr
+
+
 def test_cleanup_removes_all_that_carries_our_marks_and_only_that(rig: Rig) -> None:
     run("ip", "-n", rig.name, "link", "add", "other", "type", "bridge")
     rig.start()

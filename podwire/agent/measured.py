@@ -46,6 +46,12 @@ class MeasuredJournal(SqliteJournal):
     def write(self, record: EndpointRecord) -> None:
         self._watched(super().write, record)
 
+    def require_writable(self) -> bool:
+        was_asked = super().require_writable()
+        if was_asked:
+            self._health.report("journal", ok=True)
+        return was_asked
+
     def remove(self, endpoint_ids: Iterable[EndpointId]) -> None:
         self._watched(super().remove, endpoint_ids)
 

@@ -20,6 +20,9 @@ FILE_MODE: Final = 0o600
 _NEVER_WRITTEN: Final = b"\0"
 """File systems give zeros where a crash of the machine kept data from arriving; no record has any."""
 
+_TRIAL_BYTES: Final = 4096
+"""More than a record has, and what file systems give at least."""
+
 
 class RecentFile:
     """The file. Owner of its descriptor. Raises OSError."""
@@ -66,6 +69,16 @@ class RecentFile:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._may_be_torn = False
         self._whole_bytes += len(line)
+
+    def try_out(self) -> None:
+        """Write something as long as a record, and take it back."""
+        if self._may_be_torn:
+            os.ftruncate(self._fd, self._whole_bytes)
+        self._may_be_torn = True
+        if os.write(self._fd, _NEVER_WRITTEN * _TRIAL_BYTES) != _TRIAL_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.ftruncate(self._fd, self._whole_bytes)
+        self._may_be_torn = False
 
     def clear(self) -> None:
         """Forget every line: the database has them."""

@@ -68,6 +68,8 @@ class SqliteJournal:
         self._decode = msgspec.json.Decoder(EndpointRecord).decode
         self._waiting: dict[EndpointId, tuple[EndpointRecord, bytes]] = {}
         """Records that the database does not have yet, or not like this."""
+        self._is_in_doubt = False
+        """Whether the last record could not be written."""
         self._owned: dict[EndpointId, tuple[_Unique, ...]] = {}
         self._owners: dict[_Unique, EndpointId] = {}
         with ExitStack() as stack, self._reported("open"):
@@ -118,11 +120,21 @@ class SqliteJournal:
         with self._lock, self._reported("write"):
             if taken := self._find_taken(record):
                 raise Bug(f"write record {record.id} of {record.key}: {taken}")
+            self._is_in_doubt = True
             if self._recent.size_bytes >= _RECENT_MAX_BYTES:
                 self._fold()
             self._recent.append(self._line + 1, blob)
+            self._is_in_doubt = False
             self._line += 1
             self._keep(record, blob)
+
+    def require_writable(self) -> bool:
+        with self._lock, self._reported("write"):
+            was_in_doubt = self._is_in_doubt
+            if was_in_doubt:
+                self._recent.try_out()
+                self._is_in_doubt = False
+        return was_in_doubt
 
     @property
     def behind_at(self) -> int:

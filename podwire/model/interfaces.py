@@ -39,6 +39,9 @@ class Journal(Protocol):
     def write(self, record: EndpointRecord) -> None:
         """Insert or replace the record with this id."""
 
+    def require_writable(self) -> bool:
+        """Where the last record could not be written, try whether one can be now; tell whether that was asked."""
+
     def remove(self, endpoint_ids: Iterable[EndpointId]) -> None:
         """Forget records, all in one transaction; absent ones are ignored."""
 

@@ -545,9 +545,17 @@ with locked_state_directory(state):
             assert "free space" in error.hint
             failures += 1
     assert failures, "the disk never filled"
+    try:
+        journal.require_writable()
+    except StorageFailure as error:
+        assert "No space" in error.message, error.message
+    else:
+        raise AssertionError("the disk is full")
     written = [one.id for one in journal.list_records()]
     assert 1 in written
     filler.unlink()
+    assert [journal.require_writable(), journal.require_writable()] == [True, False]
+    assert [one.id for one in journal.list_records()] == written
     journal.write(record(500))
     journal.remove([written[0]])
     assert [one.id for one in journal.list_records()] == [*written[1:], 500]

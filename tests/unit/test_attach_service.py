@@ -1,5 +1,7 @@
 """ADD, DEL, CHECK, GC on the real journal and a datapath in memory: what is refused, what stays after failures."""
 
+import errno
+import os
 from pathlib import Path
 
 import msgspec
@@ -8,6 +10,7 @@ import pytest
 from podwire.control.attach.restore import RestoreReport
 from podwire.control.attach.steps import RECIPES
 from podwire.control.endpoint.states import State
+from podwire.journal.recent import RecentFile
 from podwire.model.endpoint import AttachmentKey, Bandwidth, HostPort, Phase
 from podwire.model.errors import (
     Cancelled,
@@ -141,6 +144,25 @@ def test_a_full_disk_refuses_the_add_and_leaves_nothing(node: FakeNode, write: i
     node.journal.fail_write(write)
     with pytest.raises(StorageFailure):
         node.service.add(request(), NETNS)
+    node.service.settle()
+    node.assert_empty()
+
+
+def test_a_full_disk_is_known_to_status_until_it_has_room(
+    node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(RecentFile, "append", refuse)
+        full.setattr(RecentFile, "try_out", refuse)
+        with pytest.raises(StorageFailure):
+            node.service.add(request(), NETNS)
+        for _ in range(2):
+            with pytest.raises(CannotServe, match="No space left"):
+                node.service.status()
+    node.service.status()
     node.service.settle()
     node.assert_empty()
 

@@ -34,6 +34,7 @@ from podwire.model.errors import (
     InvalidConfiguration,
     InvalidEnvironment,
     PodwireError,
+    StorageFailure,
     Unavailable,
     UnknownContainer,
 )
@@ -180,6 +181,11 @@ class AttachService(msgspec.Struct, frozen=True):
 
     def status(self) -> None:
         """Tell whether an ADD would succeed now; CannotServe names the reason."""
+        try:
+            # A runtime that hears "no" here calls no ADD any more, whose write would show that the disk has room again.
+            self.journal.require_writable()
+        except StorageFailure as failure:
+            raise CannotServe(failure.message, hint=failure.hint) from failure
         full = self.ipam.list_lacks()
         # Addresses of ending endpoints come free within moments, so the node does not count as full while endpoints
         # are ending.

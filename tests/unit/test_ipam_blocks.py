@@ -324,6 +324,22 @@ def test_a_block_gives_nothing_before_its_claim_was_heard() -> None:
         assert node.ipam.blocks
 
 
+def test_an_add_waits_for_the_last_block_that_its_node_has_claimed_ahead() -> None:
+    store = MemoryStore()
+    apply(store, pool_document("p", "10.0.0.0/28", blockSize=28, strictAffinity=True))
+    node = PoolNode(store, "n1")
+    node.claims.claim_block(node.known.usable()["p"])
+    wish = Wish(key=key_of(1), namespace="default")
+    with node.ipam.reserved(wish) as addresses:
+        with pytest.raises(Unavailable, match="not confirmed"):
+            addresses.fill(lambda: False, 0.05)
+        node.hear()
+        addresses.fill(lambda: False, 0)
+    other = PoolNode(store, "n2")  # which has none, and none is coming
+    with other.ipam.reserved(wish) as addresses, pytest.raises(Exhausted):
+        addresses.fill(lambda: False, 0.05)
+
+
 def test_rested_addresses_go_to_the_same_identity_first_and_else_rest_longest(nodes: Nodes) -> None:
     apply(nodes.store, pool_document("p", "10.0.0.0/24", blockSize=28, strictAffinity=True))
     node = nodes("n1")

@@ -360,9 +360,21 @@ class PoolIpam:
                     return
                 self._wait_open(block, until_s, cancelled)
                 return
+            # The last block may be this node's, claimed ahead a moment ago.
+            coming = self._find_coming(lack.pools)
+            if coming is not None:
+                self._wait_open(coming, until_s, cancelled)
+                return
             self._borrow(lack.pools, key, reservation, limits)
         finally:
             self._claiming.release()
+
+    def _find_coming(self, pools: Sequence[Pool]) -> Block | None:
+        """Give an own block of these pools that is claimed and not open yet, if there is one that can be opened."""
+        with self.lock:
+            coming = self.claims.list_unopened(_names(pools), self.own)
+        # A pool that was cut anew left a block of another size over it: such a one is never opened.
+        return next((one for one in coming if self.known.find_overlapping(one.cidr) is None), None)
 
     def _wait_open(self, block: Block, until_s: float, cancelled: Callable[[], bool]) -> None:
         """Wait until everything up to the claim was heard: before, somebody may have an address of the block."""

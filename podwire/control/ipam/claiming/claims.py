@@ -12,7 +12,7 @@ block afterwards.
 import contextlib
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Container, Iterator, Sequence
 from typing import Final
 
 from msgspec.structs import replace
@@ -65,6 +65,16 @@ class Claims:
             mine = {cidr for cidr, block in self.known.own.items() if block.pool == pool}
             mine.update(cidr for cidr, block in self._unheard.items() if block.pool == pool)
             return len(mine)
+
+    def list_unopened(
+        self, pools: Collection[str], opened: Container[IPNetwork]
+    ) -> Sequence[Block]:
+        """Give this node's blocks of some pools that are not among those opened, heard of or not."""
+        with self.known.lock:
+            mine = {**self.known.own, **self._unheard}
+            return [
+                block for cidr, block in mine.items() if block.pool in pools and cidr not in opened
+            ]
 
     def find_limit(self, pool: Pool) -> str:
         """Say why this node can have no further block of a pool; "" when it can."""

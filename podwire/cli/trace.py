@@ -35,10 +35,12 @@ def trace_flow(opts: Common, source: str, target: str, port: str) -> tuple[Row, 
     if traces:
         # Believe the node that knows both ends as its own pods, else the one that knows most of them.
         return max(traces, key=lambda answer: int(answer.get("knownEnds", 0))), failure
+    if failure is not None:
+        raise failure  # whoever did not answer may have the pod
     together = _trace_between(opts, source, target, port)
     if together is None:
         raise CliError(EXIT_NOT_FOUND, unknown[0].message, _HINT)
-    return together, failure
+    return together, None
 
 
 def _ask(agent: Agent, source: str, target: str, port: str) -> Row:
@@ -48,31 +50,28 @@ def _ask(agent: Agent, source: str, target: str, port: str) -> Row:
 
 
 def _trace_between(opts: Common, source: str, target: str, port: str) -> Row | None:
-    """Trace between pods of two nodes; None when they are not that."""
+    """Trace between pods of two nodes; None when the ends are not two pods. CliError names a pod that nobody has."""
     if not (source.startswith(_POD) and target.startswith(_POD)):
         return None
     answers, _ = ask_all(opts, lambda agent: get_rows(agent, "/endpoint"))
-    ends = [_find_pod(answers, text.removeprefix(_POD)) for text in (source, target)]
-    if ends[0] is None or ends[1] is None:
-        return None
-    (sender, sends), (receiver, receives) = ends[0], ends[1]
+    (sender, sends), (receiver, receives) = (_find_pod(answers, text) for text in (source, target))
     family = _choose_family((sends, receives), port)
     egress = _ask(sender, source, f"ip:{_address_of(receives, family)}", port)
     ingress = _ask(receiver, f"ip:{_address_of(sends, family)}", target, port)
     return _join(egress, ingress)
 
 
-def _find_pod(
-    answers: Sequence[tuple[Agent, Sequence[Row]]], name: str
-) -> tuple[Agent, Row] | None:
-    """Find the newest endpoint of a pod, and the agent that has it."""
+def _find_pod(answers: Sequence[tuple[Agent, Sequence[Row]]], pod: str) -> tuple[Agent, Row]:
+    """Find the newest endpoint of `pod:NAMESPACE/NAME`, and the agent that has it."""
     pods = [
         (agent, row)
         for agent, rows in answers
         for row in rows
-        if f"{row['namespace']}/{row['pod']}" == name
+        if f"{_POD}{row['namespace']}/{row['pod']}" == pod
     ]
-    return max(pods, key=lambda pair: int(pair[1]["id"])) if pods else None
+    if not pods:
+        raise CliError(EXIT_NOT_FOUND, f"find {pod}: no node has such a pod", _HINT)
+    return max(pods, key=lambda pair: int(pair[1]["id"]))
 
 
 def _choose_family(pods: Sequence[Row], port: str) -> int:

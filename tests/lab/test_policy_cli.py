@@ -464,7 +464,7 @@ def test_a_trace_between_two_nodes_tells_both_sides(closed: Lab) -> None:
         f"  because: ingress: NetworkPolicy default/{NAME} closes ingress for what no rule allows",
     ]
     nobody = ("policy", "trace", "--from", "pod:default/far", "--to", "pod:default/nobody")
-    assert closed.cli(*nobody, "--port", "80/tcp").code == 4
+    assert_failed(closed.cli(*nobody, "--port", "80/tcp"), 4, "find pod:default/nobody")
 
 
 def test_a_trace_tells_what_packets_find(closed: Lab) -> None:

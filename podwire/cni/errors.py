@@ -1,7 +1,7 @@
 """The CNI code of each kind of error, and the error JSON.
 
 Called by the agent's socket. No other module knows these numbers. Sources: CNI specification 1.1.0, "Error"; codes from
-100 on are podwire's own (docs: the outer contract).
+100 on are podwire's own (docs/protocol.md).
 """
 
 import json

@@ -35,12 +35,15 @@ def trace_flow(opts: Common, source: str, target: str, port: str) -> tuple[Row, 
     if traces:
         # Believe the node that knows both ends as its own pods, else the one that knows most of them.
         return max(traces, key=lambda answer: int(answer.get("knownEnds", 0))), failure
-    if failure is not None:
-        raise failure  # whoever did not answer may have the pod
-    together = _trace_between(opts, source, target, port)
+    try:
+        together = _trace_between(opts, source, target, port)
+    except CliError as error:
+        if failure is None or error.exit_code != EXIT_NOT_FOUND:
+            raise
+        raise failure from error  # whoever did not answer may have the pod
     if together is None:
-        raise CliError(EXIT_NOT_FOUND, unknown[0].message, _HINT)
-    return together, None
+        raise failure or CliError(EXIT_NOT_FOUND, unknown[0].message, _HINT)
+    return together, failure
 
 
 def _ask(agent: Agent, source: str, target: str, port: str) -> Row:

@@ -21,7 +21,7 @@ _NEVER_WRITTEN: Final = b"\0"
 """File systems give zeros where a crash of the machine kept data from arriving; no record has any."""
 
 _TRIAL_BYTES: Final = 4096
-"""More than a record has, and what file systems give at least."""
+"""What file systems give at least. Most records are shorter."""
 
 
 class RecentFile:
@@ -71,7 +71,7 @@ class RecentFile:
         self._whole_bytes += len(line)
 
     def try_out(self) -> None:
-        """Write something as long as a record, and take it back."""
+        """Write as many bytes as most records have, and take them back."""
         if self._may_be_torn:
             os.ftruncate(self._fd, self._whole_bytes)
         self._may_be_torn = True

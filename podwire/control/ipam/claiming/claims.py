@@ -71,7 +71,10 @@ class Claims:
     ) -> Sequence[Block]:
         """Give this node's blocks of some pools that are not among those opened, heard of or not."""
         with self.known.lock:
-            mine = {**self.known.own, **self._unheard}
+            unheard = {
+                cidr: block for cidr, block in self._unheard.items() if not self._is_heard(block)
+            }
+            mine = unheard | self.known.own
             return [
                 block for cidr, block in mine.items() if block.pool in pools and cidr not in opened
             ]

@@ -81,6 +81,10 @@ LIES: Final = {
     "the store's address, as a range": Lie(host(240), ranges=(host(240) + "/32",)),
     "an address of another node's pods, as its own": Lie("10.244.2.9", addresses=("10.244.2.9",)),
     "a multicast address, as a pod's": Lie("224.0.0.9", pods=("224.0.0.9",)),
+    "the address of another node, with a scope": Lie(host(11, 1), addresses=(f"{host(11, 1)}%x",)),
+    "the address of another node, as IPv6": Lie(host(11), addresses=(f"::ffff:{host(11)}",)),
+    "a range with a scope": Lie("fd10:244:0:7::", ranges=("fd10:244:0:7::%x/64",)),
+    "the broadcast address of the link": Lie(host(255), addresses=(host(255),)),
     "the pods' gateway": Lie("169.254.1.1", pods=("169.254.1.1",)),
 }
 
